@@ -1,0 +1,279 @@
+"""Messages between gateway and llumlet, and the names of headers and stream comments. Standard library only.
+
+Both sides import this module, so that a name is written once. Every ``from_json`` takes what ``json.loads`` returned
+and raises :class:`WireError` when a field is missing or of the wrong type; unknown fields are ignored, so that a newer
+peer can say more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Self
+
+PROTOCOL_VERSION = 1
+
+SECRET_HEADER = "x-kvferry-secret"
+"""The cluster's shared secret: on every llumlet route, and on ``/v1`` requests that a gateway manages."""
+REQUEST_ID_HEADER = "x-request-id"
+RESUME_HEADER = "x-kvferry-resume"
+"""On a resumed leg's request: the id under which the llumlet holds (or will hold) the output tokens so far."""
+RESUMED_HEADER = "x-kvferry-resumed"
+"""On a resumed leg's reply: ``<resume_id> <output_tokens>``; the body carries only what follows that many tokens."""
+MOVED_HEADER = "x-kvferry-moved"
+"""On a non-streamed reply (409) of an instance that the request has left: ``<migration_id> <destination> <tokens>``."""
+
+COMMENT_PREFIX = b": kvferry "
+
+
+class WireError(ValueError):
+    """A message that does not have the agreed shape."""
+
+
+def _check(value: Any, kind: Any, name: str) -> Any:
+    """``value`` as ``kind``, one of: a plain type, ``X | None``, ``list[X]``, ``dict[str, X]`` or a Message."""
+    origin = typing.get_origin(kind)
+    if origin is types.UnionType:
+        options = typing.get_args(kind)
+        if value is None and types.NoneType in options:
+            return None
+        return _check(value, next(option for option in options if option is not types.NoneType), name)
+    if origin is list:
+        if not isinstance(value, list):
+            raise WireError(f"{name} must be a list")
+        (item,) = typing.get_args(kind)
+        if item is int:  # Token ids: long lists, so checked in one pass.
+            if not all(type(entry) is int for entry in value):
+                raise WireError(f"{name} must be a list of integers")
+            return value
+        return [_check(entry, item, f"{name}[{index}]") for index, entry in enumerate(value)]
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise WireError(f"{name} must be an object")
+        _, item = typing.get_args(kind)
+        return {str(key): _check(entry, item, f"{name}.{key}") for key, entry in value.items()}
+    if kind is Any:
+        return value
+    if isinstance(kind, type) and issubclass(kind, Message):
+        return kind.from_json(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise WireError(f"{name} must be of type {kind.__name__}, not {type(value).__name__}")
+    return value
+
+
+class Message:
+    """Base of the frozen dataclasses below: to and from what :mod:`json` reads and writes."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        if not isinstance(value, dict):
+            raise WireError(f"{cls.__name__} must be an object")
+        hints = typing.get_type_hints(cls)
+        fields: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            if field.name in value:
+                fields[field.name] = _check(value[field.name], hints[field.name], field.name)
+            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                raise WireError(f"{cls.__name__} lacks {field.name}")
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Message):
+    """What a llumlet says about its instance, every 100 ms (paper, section 4.1: virtual usage and freeness).
+
+    Blocks are KV cache blocks of ``block_size`` tokens. Freeness is in decode steps; ``None`` while draining (-inf).
+    """
+
+    instance_id: str
+    boot_id: str
+    sequence: int
+    models: list[str]
+    vllm_version: str
+    plugin_version: str
+    protocol_version: int
+    kv_format: str | None
+    """Key of the KV layout; a KV copy needs equal keys on both sides. ``None``: moves recompute, see ``kv_reason``."""
+    kv_reason: str | None
+    block_size: int
+    blocks_total: int
+    blocks_free: int
+    blocks_reserved: int
+    requests_running: int
+    requests_waiting: int
+    requests_running_max: int
+    running_by_priority: dict[str, int]
+    waiting_by_priority: dict[str, int]
+    virtual_usage_blocks: float | None
+    freeness_steps: float | None
+    head_of_line_blocks: int
+    queued_blocks: int
+    """Demand of the whole queue, for dispatch; ``head_of_line_blocks`` is the part that virtual usage counts."""
+    step_ms: float
+    draining: bool
+    migrations_in: int
+    migrations_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatus(Message):
+    request_id: str
+    state: str
+    """running, waiting, migrating (this instance is the source) or parked (the destination, before the commit)."""
+    prompt_tokens: int
+    output_tokens: int
+    blocks: int
+    movable: bool
+    reason: str | None
+    """Why it cannot move."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status(Message):
+    report: Report
+    requests: list[RequestStatus]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing(Message):
+    """The leader's lease for moving requests to ``destination_id``; lapses after ``lease_ms`` unless renewed."""
+
+    destination_id: str
+    destination_url: str
+    lease_ms: int
+    concurrency: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MigrateOrder(Message):
+    """Move one request now (``POST /admin/migrate``)."""
+
+    request_id: str
+    destination_id: str
+    destination_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationResult(Message):
+    """How one migration went. ``outcome`` is ``committed`` or ``aborted``; times are the source's own."""
+
+    migration_id: str
+    request_id: str
+    source_id: str
+    destination_id: str
+    outcome: str
+    reason: str | None
+    stages: int
+    blocks_sent: int
+    blocks_reused: int
+    """Leading blocks that the destination's prefix cache already held."""
+    bytes_sent: int
+    output_tokens: int
+    duration_ms: float
+    final_ms: float
+    """From the step boundary at which the source stopped decoding to the destination's acknowledged commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Message):
+    """A request's output tokens so far, given to an instance that is to go on from there."""
+
+    request_id: str
+    output_token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drain(Message):
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prebind:
+    """Comment: the source has begun to move this stream; open the request at the destination now."""
+
+    migration_id: str
+    destination_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unbind:
+    """Comment: that migration ended without a move; the source goes on."""
+
+    migration_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Comment, and the last thing in the source's stream: go on from the destination's reply."""
+
+    migration_id: str
+    destination_id: str
+    output_tokens: int
+
+
+StreamComment = Prebind | Unbind | Moved
+
+
+def encode_comment(comment: StreamComment) -> bytes:
+    """An SSE comment with its blank line (WHATWG HTML, section 9.2.6)."""
+    match comment:
+        case Prebind(migration_id, destination_id):
+            words = f"prebind {migration_id} {destination_id}"
+        case Unbind(migration_id):
+            words = f"unbind {migration_id}"
+        case Moved(migration_id, destination_id, output_tokens):
+            words = f"moved {migration_id} {destination_id} {output_tokens}"
+        case _:
+            typing.assert_never(comment)
+    return COMMENT_PREFIX + words.encode() + b"\n\n"
+
+
+def decode_comment(line: bytes) -> StreamComment | None:
+    """The comment in an SSE line (without its line ending), or ``None`` if it is not one of ours."""
+    if not line.startswith(COMMENT_PREFIX):
+        return None
+    words = line[len(COMMENT_PREFIX) :].decode("utf-8", "replace").split()
+    match words:
+        case ["prebind", migration_id, destination_id]:
+            return Prebind(migration_id, destination_id)
+        case ["unbind", migration_id]:
+            return Unbind(migration_id)
+        case ["moved", migration_id, destination_id, output_tokens] if output_tokens.isdecimal():
+            return Moved(migration_id, destination_id, int(output_tokens))
+        case _:
+            return None
+
+
+def encode_moved_header(moved: Moved) -> str:
+    return f"{moved.migration_id} {moved.destination_id} {moved.output_tokens}"
+
+
+def decode_moved_header(value: str) -> Moved | None:
+    comment = decode_comment(COMMENT_PREFIX + b"moved " + value.encode())
+    return comment if isinstance(comment, Moved) else None
+
+
+def encode_resumed_header(resume_id: str, output_tokens: int) -> str:
+    return f"{resume_id} {output_tokens}"
+
+
+def decode_resumed_header(value: str) -> tuple[str, int] | None:
+    match value.split():
+        case [resume_id, output_tokens] if output_tokens.isdecimal():
+            return resume_id, int(output_tokens)
+        case _:
+            return None
+
+
+def is_identifier(value: str) -> bool:
+    """Whether ``value`` can be an instance, request or migration id: short, printable, without spaces or slashes."""
+    return 0 < len(value) <= 128 and all(char.isascii() and (char.isalnum() or char in "._:-") for char in value)
