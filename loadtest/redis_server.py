@@ -55,7 +55,9 @@ class RedisServer:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -81,8 +83,10 @@ class RedisServer:
             self.url = f"redis://127.0.0.1:{port}/0"
             self.process = ManagedProcess(
                 "redis",
-                [binary, "--bind", "127.0.0.1", "--port", str(port), "--dir", str(directory)]
-                + ["--save", "", "--appendonly", "no", "--daemonize", "no"],
+                [
+                    *(binary, "--bind", "127.0.0.1", "--port", str(port), "--dir", str(directory)),
+                    *("--save", "", "--appendonly", "no", "--daemonize", "no"),
+                ],
                 log=self._log or directory / "redis.log",
             )
             try:

@@ -1,7 +1,7 @@
 """A whole kvferry on one machine: Redis, real vLLM servers on the CPU with the plugin, and the gateway.
 
-    async with Stack(instances=2) as stack:
-        stack.gateway_url, stack.api_key, stack.instances[0].url
+async with Stack(instances=2) as stack:
+    stack.gateway_url, stack.api_key, stack.instances[0].url
 """
 
 from __future__ import annotations
@@ -233,7 +233,9 @@ class Stack:
     async def _instances_ready(self, client: httpx.AsyncClient) -> bool:
         # The llumlet's status says more than /health: that the plugin is in, and shares our secret.
         path = "/llumlet/status" if self._with_plugin else "/health"
-        answers = [await _status(client, instance.url + path, {SECRET_HEADER: self.secret}) for instance in self.instances]
+        answers = [
+            await _status(client, instance.url + path, {SECRET_HEADER: self.secret}) for instance in self.instances
+        ]
         for instance, answer in zip(self.instances, answers, strict=True):
             if answer in (401, 404):
                 raise StackFailed(f"{instance.url}{path} answered {answer}: is the plugin loaded? see {instance.log}")
