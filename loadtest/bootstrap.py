@@ -55,7 +55,9 @@ def run(command: list[str]) -> str:
                 time.sleep(0.2)
                 if time.monotonic() - said_s >= PROGRESS_INTERVAL_S:
                     said_s = time.monotonic()
-                    lines = [line.strip() for line in output_since(start).splitlines() if line.strip()]
+                    lines = [
+                        line.strip() for line in output_since(start).splitlines() if line[:1] not in ("", "W", "[")
+                    ]
                     last = lines[-1][:100] if lines else last
                     say(f"    {said_s - started_s:4.0f} s  {last}")
         except BaseException:
@@ -91,7 +93,7 @@ def make_venv() -> None:
 
 
 def install_kvferry() -> None:
-    say("==> installing kvferry and its tools into .venv (about half a minute)")
+    say("==> installing kvferry and its tools into .venv (about a minute)")
     try:
         pip("install", "--editable", ".[dev]")
     except subprocess.CalledProcessError as error:
