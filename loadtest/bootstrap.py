@@ -109,7 +109,7 @@ def vllm_requirement() -> str:
 
 def install_vllm() -> None:
     requirement = vllm_requirement()
-    say(f"==> installing {requirement} into .venv (about 3 minutes the first time; 3.5 GB of disk)")
+    say(f"==> installing {requirement} into .venv (3 to 6 minutes the first time; 3.5 GB of disk)")
     try:
         try:
             pip("install", requirement)
@@ -119,6 +119,7 @@ def install_vllm() -> None:
             say(f"    the CPU build of torch is not on the usual package index: trying again with {TORCH_CPU_INDEX}")
             pip("install", "--extra-index-url", TORCH_CPU_INDEX, requirement)
         pip("uninstall", "--yes", *BROKEN_BESIDE_CPU_TORCH)
+        say("    loading it once (about half a minute)")
         run([str(VENV / "bin" / "python"), "-c", "import torch, vllm; print(torch.__version__, vllm.__version__)"])
     except subprocess.CalledProcessError as error:
         raise SetupFailed(network_hint(error)) from error
