@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncScheduler", "ModelRunnerOutput", "Request", "RequestStatus", "SchedulerOutput"]
 
-logger = logging.getLogger("kvferry.compat")
+logger = logging.getLogger("vllm.kvferry.compat")
 
 TESTED_VERSIONS = ("0.32.0",)
 
@@ -443,6 +443,13 @@ def is_final_only(params: Any) -> bool:
     return bool(params.output_kind == RequestOutputKind.FINAL_ONLY)
 
 
+def drop_own_keys(params: Any) -> None:
+    """Only a managed request may carry our keys: elsewhere they came from whoever wrote ``vllm_xargs``."""
+    if params.extra_args:
+        for key in (REQUEST_KEY, RESUME_KEY, PROMPT_TOKENS_KEY):
+            params.extra_args.pop(key, None)
+
+
 def replace_generate(engine_client: Any, wrap: Callable[[Any], Callable[..., AsyncGenerator[Any, None]]]) -> None:
     """Put ``wrap(stock generate)`` in front of ``AsyncLLM.generate``, which every generating route calls."""
     engine_client.generate = wrap(engine_client.generate)
@@ -467,20 +474,30 @@ def replay(state: RequestState, token_ids: list[int], logprobs: list[Any] | None
     What comes of it goes to the request's queue like the engine's own output. ``logprobs`` as ``export_logprobs``
     gives them; without them, positions are filled with the tokens alone (their events are not shown again).
     """
-    from vllm.logprobs import Logprob
-
     assert state.detokenizer is not None and state.logprobs_processor is not None
     state.detokenizer.update(list(token_ids), False)
-    processor = state.logprobs_processor
-    if processor.logprobs is not None:
-        for index, token_id in enumerate(token_ids):
-            entries = logprobs[index] if logprobs is not None else [[token_id, 0.0, 1, ""]]
-            position = {entry[0]: Logprob(entry[1], entry[2], entry[3]) for entry in entries}
-            processor.logprobs.append(position)
-            processor.cumulative_logprob += position[token_id].logprob
+    _replay_logprobs(state.logprobs_processor, token_ids, logprobs)
     output = state.make_request_output(list(token_ids), None, None, None)
     if output is not None and state.queue is not None:
         state.queue.put(output)
+
+
+def _replay_logprobs(processor: Any, token_ids: list[int], logprobs: list[Any] | None) -> None:
+    import numpy
+    from vllm.logprobs import Logprob
+    from vllm.v1.outputs import LogprobsLists
+
+    if processor.logprobs is None:
+        return
+    if logprobs is None:  # The tokens' texts still count: completions add their lengths up to text_offset.
+        ones = numpy.ones(len(token_ids), dtype=numpy.int32)
+        tokens = numpy.array(token_ids, dtype=numpy.int32).reshape(-1, 1)
+        processor._update_sample_logprobs(LogprobsLists(tokens, numpy.zeros(tokens.shape), ones))
+        return
+    for token_id, entries in zip(token_ids, logprobs, strict=True):
+        position = {entry[0]: Logprob(entry[1], entry[2], entry[3]) for entry in entries}
+        processor.logprobs.append(position)
+        processor.cumulative_logprob += position[token_id].logprob
 
 
 def export_logprobs(state: RequestState, count: int) -> list[Any] | None:

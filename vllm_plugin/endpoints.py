@@ -22,10 +22,10 @@ from gateway import wire
 from vllm_plugin import compat
 from vllm_plugin.incoming import Refused
 from vllm_plugin.llumlet import Commit, Llumlet, NoSuchRequest, Reserve, Stage, start_data_plane
-from vllm_plugin.session import ResumeFailed, Session, current_session
+from vllm_plugin.session import Session, current_session
 from vllm_plugin.settings import SettingsError, settings_from_environment
 
-logger = logging.getLogger("kvferry.endpoints")
+logger = logging.getLogger("vllm.kvferry.endpoints")
 
 BODY_BYTES_MAX = 64 << 20
 MANAGED_PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -79,6 +79,7 @@ def with_session(stock: Any) -> Any:
     def generate(prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> Any:
         session = current_session.get()
         if session is None:
+            compat.drop_own_keys(sampling_params)
             return stock(prompt, sampling_params, request_id, **options)
         return session.generate(stock, prompt, sampling_params, request_id, options)
 
@@ -136,6 +137,8 @@ class Reply:
         self._is_stream = False
         self._passes = session.incoming is None
         self._complete = False
+        self._comments: list[bytes] = []
+        self._commenting: asyncio.Task[None] | None = None
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run vLLM's application until its reply is complete, or the request has moved or cannot be resumed."""
@@ -148,30 +151,23 @@ class Reply:
         try:
             await asyncio.wait([reply, ended], return_when=asyncio.FIRST_COMPLETED)
             if not session.ended.is_set():
-                await self._finish(reply, scope, receive, send)
+                await reply
                 return
         finally:
             session.send_comment = None
             ended.cancel()
             reply.cancel()
-            await asyncio.wait([reply])
+            await asyncio.wait([reply] if self._commenting is None else [reply, self._commenting])
         if session.moved is not None:
             await self._send_moved(session.moved, scope, receive, send)
         elif not self._started:
             await error_response(410, session.failed or "", "resume_failed")(scope, receive, send)
         # Else: a resumed reply that was given up after it had begun; leaving it incomplete cuts the connection.
 
-    async def _finish(self, reply: asyncio.Task[None], scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await reply
-        except ResumeFailed as reason:
-            if self._started:
-                raise
-            await error_response(410, str(reason), "resume_failed")(scope, receive, send)
-
     async def _send_moved(self, moved: wire.Moved, scope: Scope, receive: Receive, send: Send) -> None:
         if self._started:
-            await send({"type": "http.response.body", "body": wire.encode_comment(moved), "more_body": False})
+            body = b"".join([*self._comments, wire.encode_comment(moved)])
+            await send({"type": "http.response.body", "body": body, "more_body": False})
             return
         header = {wire.MOVED_HEADER: wire.encode_moved_header(moved)}
         await Response(b"{}", 409, header, "application/json")(scope, receive, send)
@@ -222,12 +218,18 @@ class Reply:
             self._complete = True
             self._session.send_comment = None
 
-    async def _comment(self, comment: wire.StreamComment) -> None:
+    def _comment(self, comment: wire.StreamComment) -> None:
+        self._comments.append(wire.encode_comment(comment))
+        if self._commenting is None or self._commenting.done():
+            self._commenting = asyncio.create_task(self._send_comments())
+
+    async def _send_comments(self) -> None:
         async with self._lock:
-            if self._complete or self._session.ended.is_set():
+            if self._complete or self._session.ended.is_set() or not self._comments:
                 return
             assert self._send is not None
-            body = wire.encode_comment(comment)
+            body = b"".join(self._comments)
+            self._comments.clear()
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
 

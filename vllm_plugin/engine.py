@@ -22,7 +22,7 @@ from vllm_plugin.settings import FREEZE_LIMIT_S, RESERVATION_LEASE_S, UNCLAIMED_
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-logger = logging.getLogger("kvferry.engine")
+logger = logging.getLogger("vllm.kvferry.engine")
 
 ARRIVALS_KEPT = 64
 

@@ -34,7 +34,7 @@ from vllm_plugin.settings import (
 )
 from vllm_plugin.transfer import AgentClient, TransferError
 
-logger = logging.getLogger("kvferry.llumlet")
+logger = logging.getLogger("vllm.kvferry.llumlet")
 
 class NoSuchRequest(Exception):
     """No managed request of that id is here."""

@@ -23,7 +23,7 @@ from vllm_plugin.session import Session
 from vllm_plugin.settings import COMMIT_TIMEOUT_S, PREBIND_WAIT_S, STAGE_TIMEOUT_S, STAGES_MAX
 from vllm_plugin.transfer import AgentClient, TransferError
 
-logger = logging.getLogger("kvferry.migration")
+logger = logging.getLogger("vllm.kvferry.migration")
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Migration:
         self._copy = bool(answer["copy"])
         self._sent.blocks = self._sent.reused = int(answer["reused"])
         if self.session.send_comment is not None:
-            await self.session.send_comment(wire.Prebind(self.migration_id, self.destination.instance_id))
+            self.session.send_comment(wire.Prebind(self.migration_id, self.destination.instance_id))
 
     async def _copy_stages(self) -> None:
         """Send what is finished, then what was finished meanwhile, until next to nothing is left (paper, Fig. 7)."""
@@ -246,7 +246,7 @@ class Migration:
         except Refused as refusal:
             logger.info("abort of %s not acknowledged (its lease ends by itself): %s", self.migration_id, refusal)
         if self.session.send_comment is not None:
-            await self.session.send_comment(wire.Unbind(self.migration_id))
+            self.session.send_comment(wire.Unbind(self.migration_id))
 
     async def _close_agents(self) -> None:
         for agent in self._agents:

@@ -44,8 +44,8 @@ class Session:
         self.moved: Moved | None = None
         self.failed: str | None = None
         self.finished = False
-        self.send_comment: Callable[[StreamComment], Awaitable[None]] | None = None
-        """Set by the middleware while an event stream is under way."""
+        self.send_comment: Callable[[StreamComment], None] | None = None
+        """Set by the middleware while an event stream is under way; does not wait for a slow reader."""
         self.open_reply: Callable[[], Awaitable[None]] | None = None
         """Set by the middleware: send the start of a resumed reply that was held back."""
         self._engine_client = engine_client
@@ -90,8 +90,7 @@ class Session:
     ) -> AsyncGenerator[Any, None]:
         if self._generations > 1:
             self.reason = "several prompts or beams"
-            if self.incoming is not None:
-                raise ResumeFailed(self.reason)
+            self._refuse_to_resume()
             async for output in original(prompt, sampling_params, external_id, **options):
                 yield output
             return
@@ -139,9 +138,13 @@ class Session:
             return  # It was refused: whoever awaits ``first`` gets the reason.
         self.reason = compat.why_cannot_move(self._engine_client, sampling_params, options)
         if self.incoming is not None:
-            if self.reason is not None:
-                raise ResumeFailed(self.reason)
+            self._refuse_to_resume()
             self.incoming.attach(self)
+
+    def _refuse_to_resume(self) -> None:
+        if self.incoming is not None and self.reason is not None:
+            self.fail(self.reason)
+            raise ResumeFailed(self.reason)
 
     def check(self) -> None:
         """Fire what waits for the consumer: a replay that is through, or the move away."""

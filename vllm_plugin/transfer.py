@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-logger = logging.getLogger("kvferry.transfer")
+logger = logging.getLogger("vllm.kvferry.transfer")
 
 CHUNK_BYTES_MAX = 1 << 20
 MESSAGE_BYTES_MAX = 4 << 20

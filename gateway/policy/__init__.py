@@ -1,1 +1,0 @@
-"""Decisions without I/O: the same functions run live and in a simulator. Standard library only."""
