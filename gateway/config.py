@@ -40,7 +40,7 @@ class Limits:
 class Intervals:
     probe_s: float = 2.0
     probe_timeout_s: float = 2.0
-    report_stale_s: float = 2.0
+    report_stale_s: float = 3.0
     leader_tick_s: float = 0.5
     leader_lease_s: float = 3.0
     pairing_lease_s: float = 2.0
@@ -113,7 +113,9 @@ def read_settings(flags: argparse.Namespace, environment: Mapping[str, str]) -> 
 
 def _check(settings: Settings) -> None:
     if not settings.secret:
-        raise ConfigError("KVFERRY_SECRET (--secret) is missing: set the secret that the vLLM servers were started with.")
+        raise ConfigError(
+            "KVFERRY_SECRET (--secret) is missing: set the secret that the vLLM servers were started with."
+        )
     if not settings.instance_urls:
         raise ConfigError("KVFERRY_INSTANCES (--instances) is empty: give at least one URL, http://host:port.")
     if not 0 <= settings.port <= 65535:

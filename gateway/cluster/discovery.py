@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,6 +74,7 @@ class Discovery:
             reason = f"protocol version {report.protocol_version}, this gateway speaks {wire.PROTOCOL_VERSION}"
         self._members.forget(url, keep=report.instance_id)
         self._members.probed(instance, cards, reason is None, reason)
+        self._members.reported(report, time.monotonic())
         self._say(url, f"instance {report.instance_id} boot {report.boot_id} {reason or 'healthy'}")
 
     def _say(self, url: str, state: str) -> None:

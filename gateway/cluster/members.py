@@ -51,7 +51,9 @@ class Members:
     def all(self) -> list[Member]:
         return [self._by_id[instance_id] for instance_id in sorted(self._by_id)]
 
-    def probed(self, instance: Instance, model_cards: Sequence[dict[str, Any]], healthy: bool, reason: str | None) -> None:
+    def probed(
+        self, instance: Instance, model_cards: Sequence[dict[str, Any]], healthy: bool, reason: str | None
+    ) -> None:
         member = self._by_id.get(instance.instance_id)
         if member is None or member.instance != instance:
             member = self._by_id[instance.instance_id] = Member(instance)

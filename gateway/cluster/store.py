@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import redis.asyncio as redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from gateway.cluster import keys
@@ -78,6 +80,7 @@ class Store:
             timeout=SOCKET_TIMEOUT_S,
             socket_timeout=SOCKET_TIMEOUT_S,
             socket_connect_timeout=SOCKET_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 1),
             decode_responses=True,
         )
         self._redis = redis.Redis.from_pool(pool)
@@ -142,15 +145,11 @@ class Store:
         await self._run(pipeline.execute)
 
     async def migrations(self, count: int) -> list[dict[str, Any]]:
-        values = await self._run(
-            lambda: cast(Awaitable[list[str]], self._redis.lrange(keys.MIGRATIONS, 0, count - 1))
-        )
+        values = await self._run(lambda: cast(Awaitable[list[str]], self._redis.lrange(keys.MIGRATIONS, 0, count - 1)))
         return [json.loads(value) for value in values]
 
     async def _eval(self, script: str, key_names: list[str], arguments: list[str]) -> Any:
-        return await self._run(
-            lambda: cast(Awaitable[Any], self._redis.eval(script, len(key_names), *key_names, *arguments))
-        )
+        return await self._run(lambda: self._redis.eval(script, len(key_names), *key_names, *arguments))
 
     async def _run(self, command: Callable[[], Awaitable[Any]]) -> Any:
         try:

@@ -20,6 +20,7 @@ _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 _ERROR = re.compile(rb'\s*\{\s*"error"\s*:\s*[{"]')
 _CREATED = re.compile(rb'"created"\s*:\s*(\d+)')
+_ROLE_DELTA = re.compile(rb'"delta"\s*:\s*\{\s*"role"\s*:\s*"[^"]*"\s*(?:,\s*"content"\s*:\s*(?:""|null)\s*)?\}')
 _EMPTY_DELTA = re.compile(rb'"delta"\s*:\s*\{\s*\}\s*,\s*"logprobs"\s*:\s*null\s*,\s*"finish_reason"\s*:\s*null')
 
 
@@ -43,6 +44,8 @@ class Chunk:
 
     block: bytes
     has_choice: bool
+    role: bool
+    """A chat's opening event: it stands for no token."""
     token_ids: list[int] | None
     finished: bool
     usage: bool
@@ -80,6 +83,7 @@ def _read_event(block: bytes) -> Done | Other | Chunk:
     return Chunk(
         block=block,
         has_choice=_CHOICE.search(payload) is not None,
+        role=_ROLE_DELTA.search(payload) is not None,
         token_ids=None if ids is None else json.loads(ids[1]),
         finished=_FINISH.search(payload) is not None,
         usage=_USAGE.search(payload) is not None,

@@ -48,10 +48,16 @@ class Leader:
         actions, self._memory = decide(self._members.view(time.monotonic()), before, time.monotonic(), self._settings)
         for action in actions:
             self._say(action, before)
-        # At once, so that one that hangs delays none of the others; and not after the lease's end by our own clock.
-        async with asyncio.timeout_at(asyncio.get_running_loop().time() + max(0.0, lease.ends_at - time.monotonic())):
-            await asyncio.gather(*(self._executor.run(action) for action in actions))
+        await self._act(actions, lease)
         await self._publish(lease)
+
+    async def _act(self, actions: list[Action], lease: Lease) -> None:
+        """At once, so that one that hangs delays none of the others; and never past the lease's end by our own clock."""
+        try:
+            async with asyncio.timeout(max(0.0, lease.ends_at - time.monotonic())):
+                await asyncio.gather(*(self._executor.run(action) for action in actions))
+        except TimeoutError:
+            log("leader_late", level=logging.WARNING, gateway=self._gateway_id, token=lease.token)
 
     async def release(self) -> None:
         if self._lease is not None:
