@@ -1,0 +1,132 @@
+"""Builds every object once, and starts and stops the loops. The result is an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Coroutine
+from typing import Any
+
+from fastapi import FastAPI
+
+from gateway.access import Keys
+from gateway.admin import Admin, build_admin_app
+from gateway.cluster.discovery import Discovery
+from gateway.cluster.llumlet import LlumletClient
+from gateway.cluster.members import Members
+from gateway.cluster.records import Records
+from gateway.cluster.reports import ReportReader
+from gateway.cluster.store import Store
+from gateway.config import Settings
+from gateway.errors import Unauthorized
+from gateway.policy.decide import PolicySettings
+from gateway.routes import Receive, Routes, Scope
+from gateway.scheduler.executor import Executor
+from gateway.scheduler.leader import Leader
+from gateway.serving.backend import Backend
+from gateway.serving.dispatch import Dispatcher
+from gateway.serving.relay import Relay
+from gateway.serving.reply import Reply, Send
+from gateway.serving.serve import Server
+from gateway.serving.session import Sessions
+from gateway.telemetry import Counters, log, run_forever
+
+RECORDS_INTERVAL_S = 0.2
+
+
+class Gateway:
+    def __init__(self, settings: Settings) -> None:
+        intervals = settings.intervals
+        self.gateway_id = uuid.uuid4().hex
+        self.counters = Counters()
+        self.members = Members(intervals.report_stale_s)
+        self.store = Store(settings.redis_url)
+        self.llumlets = LlumletClient(settings.secret, settings.upstream_api_key, intervals.probe_timeout_s)
+        self.discovery = Discovery(settings.instance_urls, self.members, self.llumlets, self.store)
+        self.readers = [ReportReader(url, self.members, self.llumlets, self.counters) for url in settings.instance_urls]
+        self.records = Records(self.store, intervals.ownership_refresh_s, self.counters)
+        self.sessions = Sessions(self.gateway_id, self.records, settings.limits.recent_requests)
+        self.dispatcher = Dispatcher(self.members)
+        self.backend = Backend(settings.secret, settings.upstream_api_key, settings.budgets)
+        server = Server(
+            self.members,
+            self.dispatcher,
+            self.backend,
+            Relay(settings.budgets, settings.limits),
+            self.sessions,
+            settings.budgets.moved_s,
+            self.counters,
+        )
+        executor = Executor(self.members, self.llumlets, intervals.pairing_lease_s, self.counters)
+        policy = PolicySettings(settings.migration)
+        self.leader = Leader(self.gateway_id, self.store, self.members, executor, policy, intervals.leader_lease_s)
+        api_keys = Keys(settings.api_keys, open_if_empty=True)
+        self._routes = Routes(server, self.members, api_keys, settings.limits, self.counters)
+        admin = Admin(
+            self.gateway_id,
+            self.members,
+            self.dispatcher,
+            self.sessions,
+            self.store,
+            self.leader,
+            executor,
+            self.counters,
+        )
+        self._admin: FastAPI = build_admin_app(admin)
+        self._admin_keys = Keys([settings.admin_key] if settings.admin_key else [], open_if_empty=False)
+        self._intervals = intervals
+        self._loops: list[asyncio.Task[None]] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "http" if scope["path"].startswith("/admin/"):
+                await self._guarded_admin(scope, receive, send)
+            case "http":
+                await self._routes(scope, receive, send)
+            case "lifespan":
+                await self._lifespan(receive, send)
+            case _:
+                await send({"type": "websocket.close", "code": 1003})
+
+    async def start(self) -> None:
+        """One round of discovery first, so that the first request finds instances."""
+        await self.discovery.probe_all()
+        self._run(
+            "discovery", run_forever("discovery", self.discovery.probe_all, self._intervals.probe_s, self.counters)
+        )
+        self._run("registry", run_forever("registry", self.discovery.publish, self._intervals.probe_s, self.counters))
+        self._run("records", run_forever("records", self.records.flush, RECORDS_INTERVAL_S, self.counters))
+        self._run("leader", run_forever("leader", self.leader.tick, self._intervals.leader_tick_s, self.counters))
+        for reader in self.readers:
+            self._run("reports", reader.run())
+        log("started", gateway=self.gateway_id, instances_healthy=self.members.healthy_count())
+
+    async def stop(self) -> None:
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        await self.leader.release()
+        await self.records.flush()
+        await self.backend.close()
+        await self.llumlets.close()
+        await self.store.close()
+        log("stopped", gateway=self.gateway_id)
+
+    def _run(self, name: str, loop: Coroutine[Any, Any, None]) -> None:
+        self._loops.append(asyncio.create_task(loop, name=name))
+
+    async def _guarded_admin(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._admin_keys.check(scope["headers"])
+        except Unauthorized as error:
+            await Reply(send).fail(error)
+            return
+        await self._admin(scope, receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        await self.start()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.stop()
+        await send({"type": "lifespan.shutdown.complete"})

@@ -1,0 +1,91 @@
+"""A client of the llumlet routes for everything off the request path. httpx's exceptions end here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+
+from gateway import wire
+from gateway.errors import LlumletRefused, LlumletUnreachable
+
+MIGRATE_TIMEOUT_S = 60.0
+REPORT_GAP_S = 5.0
+"""Reports come ten times a second: this long without one and the connection is taken for dead."""
+
+
+class LlumletClient:
+    def __init__(self, secret: str, upstream_api_key: str, timeout_s: float) -> None:
+        headers = {wire.SECRET_HEADER: secret}
+        if upstream_api_key:
+            headers["authorization"] = f"Bearer {upstream_api_key}"
+        self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(timeout_s), trust_env=False)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def health(self, url: str) -> None:
+        with _mapped(url):
+            _check(await self._http.get(f"{url}/health"))
+
+    async def status(self, url: str) -> wire.Status:
+        with _mapped(url):
+            response = _check(await self._http.get(f"{url}/llumlet/status"))
+            return wire.Status.from_json(response.json())
+
+    async def model_cards(self, url: str) -> list[dict[str, Any]]:
+        with _mapped(url):
+            response = _check(await self._http.get(f"{url}/v1/models"))
+            cards = response.json()["data"]
+            return [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
+
+    async def reports(self, url: str) -> AsyncIterator[wire.Report]:
+        """Ends when the instance ends it; raises when the connection is cut."""
+        with _mapped(url):
+            timeout = httpx.Timeout(REPORT_GAP_S)
+            async with self._http.stream("GET", f"{url}/llumlet/reports", timeout=timeout) as response:
+                if response.is_error:
+                    await response.aread()
+                _check(response)
+                async for line in response.aiter_lines():
+                    if line.strip():
+                        yield wire.Report.from_json(json.loads(line))
+
+    async def pair(self, url: str, pairing: wire.Pairing) -> None:
+        with _mapped(url):
+            _check(await self._http.put(f"{url}/llumlet/pairing", json=pairing.to_json()))
+
+    async def unpair(self, url: str) -> None:
+        with _mapped(url):
+            _check(await self._http.delete(f"{url}/llumlet/pairing"))
+
+    async def migrate(self, url: str, order: wire.MigrateOrder) -> wire.MigrationResult:
+        """Waits for the end of the migration."""
+        with _mapped(url):
+            response = await self._http.post(
+                f"{url}/llumlet/migrate", json=order.to_json(), timeout=httpx.Timeout(MIGRATE_TIMEOUT_S)
+            )
+            return wire.MigrationResult.from_json(_check(response).json())
+
+
+@contextlib.contextmanager
+def _mapped(url: str) -> Iterator[None]:
+    try:
+        yield
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise LlumletUnreachable(f"{url}: {error or type(error).__name__}") from error
+    except (ValueError, KeyError, TypeError) as error:  # Not JSON, or not of the agreed shape.
+        raise LlumletUnreachable(f"{url}: unexpected answer: {error}") from error
+
+
+def _check(response: httpx.Response) -> httpx.Response:
+    if response.is_success:
+        return response
+    message, code = f"HTTP {response.status_code}", None
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        error = response.json()["error"]
+        message, code = str(error["message"]), error.get("code")
+    raise LlumletRefused(response.status_code, message, code)

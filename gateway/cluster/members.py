@@ -1,0 +1,134 @@
+"""The instances and what they last said about themselves; where :class:`ClusterView` comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway import wire
+from gateway.policy.view import ClusterView, InstanceView, unknown_load
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One life of one vLLM server: a restart has another ``boot_id``, and nothing of the old one holds for it."""
+
+    instance_id: str
+    url: str
+    boot_id: str
+
+
+@dataclass(slots=True)
+class Member:
+    instance: Instance
+    model_cards: tuple[dict[str, Any], ...] = ()
+    """As the instance's own ``/v1/models`` has them."""
+    healthy: bool = True
+    reason: str | None = None
+    """Why it is not healthy."""
+    report: wire.Report | None = None
+    reported_at: float = -math.inf
+    """This process's monotonic clock. The instance's clock is never asked."""
+
+    @property
+    def models(self) -> frozenset[str]:
+        return frozenset(card["id"] for card in self.model_cards)
+
+
+class Members:
+    """``now`` is this process's monotonic clock in seconds, everywhere."""
+
+    def __init__(self, report_stale_s: float) -> None:
+        self._report_stale_s = report_stale_s
+        self._by_id: dict[str, Member] = {}
+
+    def get(self, instance_id: str) -> Instance | None:
+        member = self._by_id.get(instance_id)
+        return member.instance if member is not None else None
+
+    def all(self) -> list[Member]:
+        return [self._by_id[instance_id] for instance_id in sorted(self._by_id)]
+
+    def probed(
+        self, instance: Instance, model_cards: Sequence[dict[str, Any]], healthy: bool, reason: str | None
+    ) -> None:
+        member = self._by_id.get(instance.instance_id)
+        if member is None or member.instance != instance:
+            member = self._by_id[instance.instance_id] = Member(instance)
+        member.model_cards = _steady(member.model_cards, model_cards)
+        member.healthy, member.reason = healthy, reason
+
+    def lost(self, url: str, reason: str) -> None:
+        """A probe failed: the instance stays known, with its models, but nothing is sent there."""
+        for member in self._by_id.values():
+            if member.instance.url == url:
+                member.healthy, member.reason = False, reason
+
+    def forget(self, url: str, keep: str) -> None:
+        """Another instance answers under this URL now."""
+        for instance_id in [one for one, member in self._by_id.items() if member.instance.url == url and one != keep]:
+            del self._by_id[instance_id]
+
+    def reported(self, report: wire.Report, now: float) -> None:
+        """Ignored when it is of another life than the one that was probed, or not newer than the last."""
+        member = self._by_id.get(report.instance_id)
+        if member is None or member.instance.boot_id != report.boot_id:
+            return
+        if member.report is None or report.sequence > member.report.sequence:
+            member.report, member.reported_at = report, now
+
+    def is_stale(self, member: Member, now: float) -> bool:
+        return now - member.reported_at > self._report_stale_s
+
+    def healthy_count(self) -> int:
+        return sum(member.healthy for member in self._by_id.values())
+
+    def knows_model(self, model: str) -> bool:
+        return any(model in member.models for member in self._by_id.values())
+
+    def model_cards(self) -> list[dict[str, Any]]:
+        """The union, by model id; of several cards that of the smallest instance id. Always in the same order."""
+        cards: dict[str, dict[str, Any]] = {}
+        for member in self.all():
+            for card in member.model_cards:
+                cards.setdefault(card["id"], card)
+        return [cards[model] for model in sorted(cards)]
+
+    def view(self, now: float) -> ClusterView:
+        return ClusterView(tuple(_view(member, self.is_stale(member, now)) for member in self.all()))
+
+
+def _view(member: Member, stale: bool) -> InstanceView:
+    report = member.report
+    if report is None:
+        return unknown_load(member.instance.instance_id, member.models, member.healthy)
+    return InstanceView(
+        instance_id=member.instance.instance_id,
+        models=member.models,
+        healthy=member.healthy,
+        stale=stale,
+        draining=report.draining,
+        kv_format=report.kv_format,
+        block_size=max(report.block_size, 1),
+        blocks_total=report.blocks_total,
+        virtual_usage_blocks=math.inf if report.virtual_usage_blocks is None else report.virtual_usage_blocks,
+        head_of_line_blocks=report.head_of_line_blocks,
+        queued_blocks=report.queued_blocks,
+        requests_running=report.requests_running,
+        requests_waiting=report.requests_waiting,
+        freeness_steps=-math.inf if report.freeness_steps is None else report.freeness_steps,
+    )
+
+
+def _steady(known: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """vLLM makes ``created`` and the permission's id anew for each reply: keep a model's first card until it changes."""
+    by_id = {card["id"]: card for card in known}
+    return tuple(
+        by_id[card["id"]] if card["id"] in by_id and _same_model(by_id[card["id"]], card) else card for card in fresh
+    )
+
+
+def _same_model(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one.get(name) == other.get(name) for name in ("root", "parent", "max_model_len", "owned_by"))

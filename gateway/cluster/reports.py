@@ -1,0 +1,36 @@
+"""One connection an instance, over which its reports stream in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from gateway.cluster.llumlet import LlumletClient
+from gateway.cluster.members import Members
+from gateway.errors import GatewayError
+from gateway.telemetry import Counters
+
+RETRY_FIRST_S = 0.1
+RETRY_MOST_S = 2.0
+
+
+class ReportReader:
+    """Follows one URL for ever. A restart there is a new stream; an old life's reports are ignored by the members."""
+
+    def __init__(self, url: str, members: Members, llumlets: LlumletClient, counters: Counters) -> None:
+        self._url = url
+        self._members = members
+        self._llumlets = llumlets
+        self._counters = counters
+
+    async def run(self) -> None:
+        retry_s = RETRY_FIRST_S
+        while True:
+            try:
+                async for report in self._llumlets.reports(self._url):
+                    self._members.reported(report, time.monotonic())
+                    retry_s = RETRY_FIRST_S
+            except GatewayError:  # Discovery says what is wrong with an instance; staleness follows by itself.
+                self._counters.add("report_streams_lost")
+            await asyncio.sleep(retry_s)
+            retry_s = min(retry_s * 2, RETRY_MOST_S)

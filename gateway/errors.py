@@ -1,0 +1,163 @@
+"""Every failure that the gateway tells a client or an operator about, as one small tree.
+
+``status`` is the HTTP status while nothing has reached the client; later the same error becomes one event of the stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class GatewayError(Exception):
+    status = 500
+    kind = "InternalServerError"
+
+    def __init__(self, message: str, *, param: str | None = None, code: int | str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = self.status if code is None else code
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {}
+
+    def to_json(self) -> dict[str, Any]:
+        """The OpenAI shape; ``code`` is the status unless it says more, as vLLM has it."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+class ConfigError(GatewayError):
+    """A setting that cannot be; the message names it."""
+
+
+class BadRequest(GatewayError):
+    status = 400
+    kind = "invalid_request_error"
+
+
+class Unauthorized(GatewayError):
+    status = 401
+    kind = "invalid_request_error"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"www-authenticate": "Bearer"}
+
+
+class NotFound(GatewayError):
+    status = 404
+    kind = "NotFoundError"
+
+
+class MethodNotAllowed(GatewayError):
+    status = 405
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"allow": self.allowed}
+
+
+class BodyTimeout(GatewayError):
+    status = 408
+    kind = "invalid_request_error"
+
+
+class Conflict(GatewayError):
+    status = 409
+    kind = "ConflictError"
+
+
+class TooLarge(GatewayError):
+    status = 413
+    kind = "invalid_request_error"
+
+
+class UnsupportedEncoding(GatewayError):
+    status = 415
+    kind = "invalid_request_error"
+
+
+class NoInstance(GatewayError):
+    """The model is known, but nothing can serve it now."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    RETRY_AFTER_S = 2
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(self.RETRY_AFTER_S)}
+
+
+class StoreUnavailable(GatewayError):
+    """Redis does not answer. Never raised on a request's path."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+
+
+@dataclass(frozen=True, slots=True)
+class WholeReply:
+    """An instance's complete reply, to be passed on byte for byte."""
+
+    status: int
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+
+
+class LegError(GatewayError):
+    """An instance's reply that cannot be used any further.
+
+    ``instance_at_fault``: do not send this request there again. ``reply``: what the instance said, if it said something.
+    """
+
+    status = 502
+    kind = "BadGatewayError"
+
+    def __init__(
+        self, instance_id: str, message: str, *, instance_at_fault: bool = True, reply: WholeReply | None = None
+    ) -> None:
+        super().__init__(message)
+        self.instance_id = instance_id
+        self.instance_at_fault = instance_at_fault
+        self.reply = reply
+
+
+class LegUnreachable(LegError):
+    """No connection: the instance has not seen the request."""
+
+
+class LegCut(LegError):
+    """The connection ended early, or what came was not HTTP."""
+
+
+class LegTimeout(LegError):
+    status = 504
+    kind = "GatewayTimeoutError"
+
+
+class ResumeFailed(LegError):
+    """The instance answered, but does not hold the tokens that it should go on from."""
+
+
+class LlumletUnreachable(GatewayError):
+    status = 502
+    kind = "BadGatewayError"
+
+
+class LlumletRefused(GatewayError):
+    """A llumlet's own error answer, kept as it was said."""
+
+    status = 502
+    kind = "BadGatewayError"
+
+    def __init__(self, status: int, message: str, code: int | str | None) -> None:
+        super().__init__(message, code=code)
+        self.llumlet_status = status

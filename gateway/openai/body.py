@@ -1,0 +1,149 @@
+"""The few fields of a request body that the gateway reads, and the fewer that it changes.
+
+The body is taken apart into its top-level members and put together again from their own bytes, so every value reaches
+the instance as the client wrote it: integers of any size, floats, nulls, repeated keys.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from json.decoder import scanstring  # type: ignore[attr-defined]
+from typing import Any
+
+from gateway.errors import BadRequest
+
+FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", "kv_hints")
+"""They would steer the engine's own connections."""
+DROPPED = frozenset({"priority"})
+OWN_XARGS_PREFIX = "kvferry_"
+
+_WHITESPACE = " \t\n\r"
+_TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y", "on"})
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateBody:
+    """``upstream`` is what every leg is sent. ``resumable``: its output is one sequence that can go on elsewhere."""
+
+    upstream: bytes
+    model: str | None
+    stream: bool
+    wants_token_ids: bool
+    wants_usage: bool
+    resumable: bool
+
+
+def read_body(raw: bytes) -> GenerateBody:
+    """Raises :class:`BadRequest` for what is not a JSON object, and for fields that are the gateway's own."""
+    members = _parse(raw)
+    fields = {key: value for key, value, _ in members}
+    _refuse_own_fields(members)
+    model = fields.get("model")
+    if model is not None and not isinstance(model, str):
+        raise BadRequest("`model` must be a string.", param="model")
+    stream = _is_true(fields.get("stream"))
+    # A value that we do not know is left for the instance to judge.
+    adds_token_ids = stream and fields.get("return_token_ids") in (None, False)
+    return GenerateBody(
+        upstream=_upstream(members, adds_token_ids),
+        model=model or None,
+        stream=stream,
+        wants_token_ids=not adds_token_ids,
+        wants_usage=_wants_usage(fields.get("stream_options")),
+        resumable=_is_one_sequence(fields),
+    )
+
+
+def _parse(raw: bytes) -> list[tuple[str, Any, str]]:
+    """The members as (key, value, source text)."""
+    if not raw.strip():
+        raise BadRequest("The request body is empty; a JSON object was expected.")
+    try:
+        return _members(raw.decode())
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"The request body is not UTF-8: {error.reason} at byte {error.start}.") from error
+    except json.JSONDecodeError as error:
+        raise BadRequest(f"The request body is not valid JSON: {error.msg} at character {error.pos}.") from error
+    except RecursionError as error:
+        raise BadRequest("The request body is nested too deeply.") from error
+    except ValueError as error:  # An integer of more digits than Python converts.
+        raise BadRequest(f"The request body cannot be read: {error}.") from error
+
+
+def _members(text: str) -> list[tuple[str, Any, str]]:
+    at = _skip(text, 0)
+    if text[at] != "{":
+        _DECODER.decode(text)
+        raise BadRequest("The request body must be a JSON object.")
+    members: list[tuple[str, Any, str]] = []
+    at = _skip(text, at + 1)
+    if text[at : at + 1] == "}":
+        _expect_end(text, at + 1)
+        return members
+    while True:
+        begin = at
+        if text[at : at + 1] != '"':
+            raise json.JSONDecodeError("Expecting property name enclosed in double quotes", text, at)
+        key, at = scanstring(text, at + 1, True)
+        at = _skip(text, at)
+        if text[at : at + 1] != ":":
+            raise json.JSONDecodeError("Expecting ':' delimiter", text, at)
+        value, at = _DECODER.raw_decode(text, _skip(text, at + 1))
+        members.append((key, value, text[begin:at]))
+        at = _skip(text, at)
+        match text[at : at + 1]:
+            case ",":
+                at = _skip(text, at + 1)
+            case "}":
+                _expect_end(text, at + 1)
+                return members
+            case _:
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+
+
+def _skip(text: str, at: int) -> int:
+    while text[at : at + 1] and text[at] in _WHITESPACE:
+        at += 1
+    return at
+
+
+def _expect_end(text: str, at: int) -> None:
+    at = _skip(text, at)
+    if at != len(text):
+        raise json.JSONDecodeError("Extra data", text, at)
+
+
+def _refuse_own_fields(members: list[tuple[str, Any, str]]) -> None:
+    for key, value, _ in members:
+        if key in FORBIDDEN:
+            raise BadRequest(f"`{key}` cannot be set through this gateway.", param=key)
+        if key == "vllm_xargs" and isinstance(value, dict):
+            for name in value:
+                if name.startswith(OWN_XARGS_PREFIX):
+                    raise BadRequest(f"`vllm_xargs.{name}` cannot be set through this gateway.", param="vllm_xargs")
+
+
+def _upstream(members: list[tuple[str, Any, str]], adds_token_ids: bool) -> bytes:
+    dropped = DROPPED | {"return_token_ids"} if adds_token_ids else DROPPED
+    kept = [source for key, _, source in members if key not in dropped]
+    if adds_token_ids:
+        kept.append('"return_token_ids":true')
+    return ("{" + ",".join(kept) + "}").encode()
+
+
+def _is_true(value: Any) -> bool:
+    """As the instance's own lax reading of a boolean."""
+    return value is True or value == 1 or (isinstance(value, str) and value.lower() in _TRUE_WORDS)
+
+
+def _wants_usage(stream_options: Any) -> bool:
+    return isinstance(stream_options, dict) and _is_true(stream_options.get("include_usage"))
+
+
+def _is_one_sequence(fields: dict[str, Any]) -> bool:
+    if any(fields.get(name) not in (None, 1) for name in ("n", "best_of")) or fields.get("use_beam_search"):
+        return False
+    prompt = fields.get("prompt")
+    return not isinstance(prompt, list) or all(type(token) is int for token in prompt) or len(prompt) == 1

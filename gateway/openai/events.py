@@ -1,0 +1,123 @@
+"""What the gateway reads from an event of a stream, and the few bytes that it changes in it.
+
+All by searching bytes: within JSON text a quote is always escaped, so a bare ``"token_ids":`` is never part of a string.
+Nothing is decoded and encoded again, so what is not changed stays as the instance wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from gateway import wire
+from gateway.openai import sse
+
+_TOKEN_IDS = re.compile(rb'"token_ids"\s*:\s*(\[[\d\s,]*\])')
+_HIDDEN_IDS = re.compile(rb'("(?:prompt_)?token_ids"\s*:\s*)\[[\d\s,]*\]')
+_FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
+_ERROR = re.compile(rb'\s*\{\s*"error"\s*:\s*[{"]')
+_CREATED = re.compile(rb'"created"\s*:\s*(\d+)')
+_ROLE_DELTA = re.compile(rb'"delta"\s*:\s*\{\s*"role"\s*:\s*"[^"]*"\s*(?:,\s*"content"\s*:\s*(?:""|null)\s*)?\}')
+_EMPTY_DELTA = re.compile(rb'"delta"\s*:\s*\{\s*\}\s*,\s*"logprobs"\s*:\s*null\s*,\s*"finish_reason"\s*:\s*null')
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """``data: [DONE]``."""
+
+    block: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """Anything that says nothing about the request, such as a keep-alive comment."""
+
+    block: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """An event of the reply. ``token_ids`` is ``None`` where the instance did not tell them."""
+
+    block: bytes
+    has_choice: bool
+    role: bool
+    """A chat's opening event: it stands for no token."""
+    token_ids: list[int] | None
+    finished: bool
+    usage: bool
+    error: bool
+    empty: bool
+    """A delta with nothing in it, which exists only because the gateway asked for token ids."""
+
+
+StreamItem = wire.StreamComment | Done | Other | Chunk
+
+
+def read_block(block: bytes) -> list[StreamItem]:
+    """The items in a block: as a rule one. Our own comments never stay in a block that is passed on."""
+    if wire.COMMENT_PREFIX not in block:
+        return [_read_event(block)]
+    items: list[StreamItem] = []
+    kept: list[bytes] = []
+    for line in sse.lines(block):
+        if not line.startswith(wire.COMMENT_PREFIX):
+            kept.append(line)
+        elif (comment := wire.decode_comment(line)) is not None:
+            items.append(comment)
+    if len(items) == 0 and len(kept) == len(sse.lines(block)):
+        return [_read_event(block)]
+    return [*items, _read_event(b"\n".join(kept) + b"\n\n")] if kept else items
+
+
+def _read_event(block: bytes) -> Done | Other | Chunk:
+    payload = sse.data(block)
+    if payload is None:
+        return Other(block)
+    if payload == b"[DONE]":
+        return Done(block)
+    ids = _TOKEN_IDS.search(payload)
+    return Chunk(
+        block=block,
+        has_choice=_CHOICE.search(payload) is not None,
+        role=_ROLE_DELTA.search(payload) is not None,
+        token_ids=None if ids is None else json.loads(ids[1]),
+        finished=_FINISH.search(payload) is not None,
+        usage=_USAGE.search(payload) is not None,
+        error=_ERROR.match(payload) is not None,
+        empty=_EMPTY_DELTA.search(payload) is not None,
+    )
+
+
+def hide_token_ids(block: bytes) -> bytes:
+    """As vLLM sends the event when nobody has asked for token ids: the field is there, and null."""
+    return _HIDDEN_IDS.sub(rb"\1null", block)
+
+
+def created(block: bytes) -> bytes | None:
+    found = _CREATED.search(block)
+    return None if found is None else found[1]
+
+
+def with_created(block: bytes, value: bytes) -> bytes:
+    """The event with the first leg's time of creation, so that one reply has one."""
+    found = _CREATED.search(block)
+    if found is None or found[1] == value:
+        return block
+    return block[: found.start(1)] + value + block[found.end(1) :]
+
+
+def completed(rest: bytes) -> bytes | None:
+    """A last event whose blank line did not come, completed; ``None`` for the stump of one."""
+    payload = sse.data(rest)
+    if payload is None:
+        return None
+    if payload != b"[DONE]":
+        try:
+            json.loads(payload)
+        except ValueError:
+            return None
+    return rest.rstrip(b"\r\n") + b"\n\n"

@@ -1,0 +1,1 @@
+"""Decisions without I/O: the same functions run live and in a simulator. Standard library only."""

@@ -1,0 +1,45 @@
+"""The leader's decision: a view in, actions out. No I/O, no clock, no randomness."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gateway.policy.migration import MigrationSettings, pair_instances
+from gateway.policy.view import ClusterView
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Let the source move requests to the destination; said again on every tick, which renews the lease."""
+
+    source_id: str
+    destination_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unpair:
+    source_id: str
+
+
+Action = Pair | Unpair
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the leader remembers from one tick to the next. A new leader begins with an empty one."""
+
+    pairs: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    migration: MigrationSettings = field(default_factory=MigrationSettings)
+
+
+def decide(view: ClusterView, memory: Memory, now: float, settings: PolicySettings) -> tuple[list[Action], Memory]:
+    """``now`` (seconds) is there for rules that need a sustained time; pairing needs none."""
+    pairs = pair_instances(view, memory.pairs, settings.migration)
+    known = {instance.instance_id for instance in view.instances}
+    ended: list[Action] = [Unpair(source) for source in sorted(memory.pairs) if source not in pairs and source in known]
+    return ended + [Pair(source, pairs[source]) for source in sorted(pairs)], Memory(pairs)

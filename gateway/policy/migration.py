@@ -1,0 +1,55 @@
+"""Which instance should move requests to which (Llumnix, section 4.4.3): the fullest to the freest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gateway.policy.view import ClusterView, InstanceView
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationSettings:
+    """Thresholds in decode steps. A source is below the low one, a destination above the high one."""
+
+    low_freeness_steps: float = 160.0
+    high_freeness_steps: float = 480.0
+
+
+def pair_instances(view: ClusterView, current: Mapping[str, str], settings: MigrationSettings) -> dict[str, str]:
+    """Source to destination, greedily, each in one pair at most.
+
+    A pair that still holds is kept, so that a migration under way is not turned round. Otherwise a destination with the
+    same KV format comes first, since a move to any other has to recompute; then the freest; ties by id.
+    """
+    sources = sorted(
+        (instance for instance in view.instances if _is_source(instance, settings)),
+        key=lambda instance: (instance.freeness_steps, instance.instance_id),
+    )
+    free = {instance.instance_id: instance for instance in view.instances if _is_destination(instance, settings)}
+    pairs: dict[str, str] = {}
+    for source in sources:
+        kept = current.get(source.instance_id)
+        if kept in free and _serves_as_much(free[kept], source):
+            pairs[source.instance_id] = free.pop(kept).instance_id
+    for source in sources:
+        fitting = [instance for instance in free.values() if _serves_as_much(instance, source)]
+        if source.instance_id in pairs or not fitting:
+            continue
+        best = min(fitting, key=lambda to: (not to.can_take_kv_from(source), -to.freeness_steps, to.instance_id))
+        pairs[source.instance_id] = free.pop(best.instance_id).instance_id
+    return pairs
+
+
+def _is_source(instance: InstanceView, settings: MigrationSettings) -> bool:
+    """A draining instance has a freeness of -inf, so it is one as long as anything runs there."""
+    loaded = instance.requests_running + instance.requests_waiting > 0
+    return instance.healthy and not instance.stale and loaded and instance.freeness_steps < settings.low_freeness_steps
+
+
+def _is_destination(instance: InstanceView, settings: MigrationSettings) -> bool:
+    return instance.usable and instance.freeness_steps > settings.high_freeness_steps
+
+
+def _serves_as_much(destination: InstanceView, source: InstanceView) -> bool:
+    return source.models <= destination.models

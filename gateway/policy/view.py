@@ -1,0 +1,59 @@
+"""What a decision sees: one instant of the cluster, as numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    """``virtual_usage_blocks`` counts the head of the line alone; ``queued_blocks`` is the whole queue's demand."""
+
+    instance_id: str
+    models: frozenset[str]
+    healthy: bool
+    stale: bool
+    """No report for too long: its load is unknown, which is not the same as idle."""
+    draining: bool
+    kv_format: str | None
+    block_size: int
+    blocks_total: int
+    virtual_usage_blocks: float
+    head_of_line_blocks: int
+    queued_blocks: int
+    requests_running: int
+    requests_waiting: int
+    freeness_steps: float
+
+    @property
+    def usable(self) -> bool:
+        return self.healthy and not self.stale and not self.draining
+
+    def can_take_kv_from(self, source: InstanceView) -> bool:
+        return self.kv_format is not None and self.kv_format == source.kv_format
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    instances: tuple[InstanceView, ...]
+
+
+def unknown_load(instance_id: str, models: frozenset[str], healthy: bool) -> InstanceView:
+    """An instance that has not reported yet."""
+    return InstanceView(
+        instance_id=instance_id,
+        models=models,
+        healthy=healthy,
+        stale=True,
+        draining=False,
+        kv_format=None,
+        block_size=1,
+        blocks_total=0,
+        virtual_usage_blocks=math.inf,
+        head_of_line_blocks=0,
+        queued_blocks=0,
+        requests_running=0,
+        requests_waiting=0,
+        freeness_steps=-math.inf,
+    )

@@ -1,0 +1,51 @@
+"""Carries actions out, at the llumlets."""
+
+from __future__ import annotations
+
+import logging
+from typing import assert_never
+
+from gateway import wire
+from gateway.cluster.llumlet import LlumletClient
+from gateway.cluster.members import Members
+from gateway.errors import LlumletRefused, LlumletUnreachable
+from gateway.policy.decide import Action, Pair, Unpair
+from gateway.telemetry import Counters, log
+
+
+class Executor:
+    def __init__(self, members: Members, llumlets: LlumletClient, pairing_lease_s: float, counters: Counters) -> None:
+        self._members = members
+        self._llumlets = llumlets
+        self._pairing_lease_ms = int(pairing_lease_s * 1000)
+        self._counters = counters
+
+    async def run(self, action: Action) -> None:
+        """An action that fails is counted and logged: the next tick decides from what is true by then."""
+        try:
+            match action:
+                case Pair():
+                    await self._pair(action)
+                case Unpair():
+                    await self._unpair(action)
+                case _:
+                    assert_never(action)
+        except (LlumletUnreachable, LlumletRefused) as error:
+            self._counters.add("actions_failed")
+            log("action_failed", level=logging.WARNING, action=action, reason=error.message)
+
+    async def migrate(self, source_url: str, request_id: str, destination_id: str, url: str) -> wire.MigrationResult:
+        """Moves one request now. Raises what the source's llumlet answers."""
+        return await self._llumlets.migrate(source_url, wire.MigrateOrder(request_id, destination_id, url))
+
+    async def _pair(self, action: Pair) -> None:
+        source, destination = self._members.get(action.source_id), self._members.get(action.destination_id)
+        if source is None or destination is None:
+            return
+        pairing = wire.Pairing(destination.instance_id, destination.url, self._pairing_lease_ms)
+        await self._llumlets.pair(source.url, pairing)
+
+    async def _unpair(self, action: Unpair) -> None:
+        source = self._members.get(action.source_id)
+        if source is not None:
+            await self._llumlets.unpair(source.url)

@@ -1,0 +1,1 @@
+"""Serving requests. Begin with serve.py."""

@@ -1,0 +1,242 @@
+"""Requests to instances: one pool an instance, one budget for each kind of wait. aiohttp's exceptions end here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+from multidict import CIMultiDictProxy
+
+from gateway import wire
+from gateway.cluster.members import Instance
+from gateway.config import Budgets
+from gateway.errors import LegCut, LegError, LegTimeout, LegUnreachable, ResumeFailed, WholeReply
+
+CONNECTIONS_MAX = 4096
+KEEP_ALIVE_S = 3.0
+"""Below uvicorn's 5 s, so that an idle connection is not used just as the instance closes it."""
+
+_HOP_BY_HOP = frozenset(
+    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"}
+    | {"transfer-encoding", "upgrade"}
+)
+_OURS_TO_SAY = frozenset({"content-length", "date", "server", wire.REQUEST_ID_HEADER})
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What every leg of one request is sent."""
+
+    request_id: str
+    path: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """``output_tokens``: how many tokens the reply must follow on."""
+
+    resume_id: str
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    status: int
+    headers: CIMultiDictProxy[str]
+
+    @property
+    def is_event_stream(self) -> bool:
+        return self.headers.get("content-type", "").partition(";")[0].strip().lower() == "text/event-stream"
+
+    def end_to_end(self) -> tuple[tuple[str, str], ...]:
+        """The headers for the client: none that belong to this connection, none that the gateway says itself."""
+        named = {name.strip().lower() for name in self.headers.get("connection", "").split(",")}
+        return tuple(
+            (name, value)
+            for name, value in self.headers.items()
+            if name.lower() not in _HOP_BY_HOP | _OURS_TO_SAY | named and not name.lower().startswith("x-kvferry-")
+        )
+
+
+class Leg:
+    """One instance's reply to one request, asked for when this is made.
+
+    The asking runs in the background, so that a destination can be ready before it is needed; its bytes wait in the
+    connection until they are read. ``close`` is synchronous: no cancellation can come between.
+    """
+
+    def __init__(
+        self,
+        instance_id: str,
+        opening: asyncio.Task[aiohttp.ClientResponse | LegError],
+        resumption: Resumption | None,
+        budgets: Budgets,
+        release: Callable[[], None],
+    ) -> None:
+        self.instance_id = instance_id
+        self.resumption = resumption
+        self.head_budget_s: float | None = None
+        """Set on the leg of a request that has moved: it is decoding already, so its head and first event are due."""
+        self._opening = opening
+        self._budgets = budgets
+        self._release = release
+        self._read_once = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent. An unread reply's connection is closed, which is how the instance learns that nobody wants it."""
+        if not self._opening.done():
+            self._opening.cancel()
+        elif not self._opening.cancelled():
+            opened = self._opening.result()
+            if isinstance(opened, aiohttp.ClientResponse):
+                opened.close()
+        self._release()
+
+    async def head(self) -> Head:
+        """The instance's verdict."""
+        response = await self._response()
+        return Head(response.status, response.headers)
+
+    async def read(self) -> bytes:
+        """The next bytes of a stream; empty at its end."""
+        response = await self._response()
+        live = self._read_once or self.head_budget_s is not None
+        budget_s = self._budgets.event_gap_s if live else self._budgets.first_byte_s
+        with _mapped(self.instance_id, "between events"):
+            async with asyncio.timeout(budget_s):
+                data = await response.content.readany()
+        self._read_once = True
+        return data
+
+    async def whole(self, bytes_max: int) -> WholeReply:
+        """The complete reply, of a bounded size."""
+        response = await self._response()
+        parts: list[bytes] = []
+        size = 0
+        with _mapped(self.instance_id, "within its reply"):
+            async with asyncio.timeout(self._budgets.whole_reply_s):
+                while part := await response.content.readany():
+                    parts.append(part)
+                    size += len(part)
+                    if size > bytes_max:
+                        raise LegCut(self.instance_id, f"The reply is larger than {bytes_max} bytes.")
+        return WholeReply(response.status, Head(response.status, response.headers).end_to_end(), b"".join(parts))
+
+    async def _response(self) -> aiohttp.ClientResponse:
+        if not self._opening.done():
+            with _mapped(self.instance_id, "before its reply"):
+                async with asyncio.timeout(self.head_budget_s):
+                    await asyncio.wait({self._opening})
+        opened = self._opening.result()
+        if isinstance(opened, LegError):
+            raise opened
+        return opened
+
+
+class Backend:
+    def __init__(self, secret: str, upstream_api_key: str, budgets: Budgets) -> None:
+        self._headers = {wire.SECRET_HEADER: secret, "accept-encoding": "identity", "content-type": "application/json"}
+        if upstream_api_key:
+            self._headers["authorization"] = f"Bearer {upstream_api_key}"
+        self._budgets = budgets
+        self._pools: dict[str, tuple[Instance, aiohttp.ClientSession]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def open(
+        self,
+        instance: Instance,
+        call: Call,
+        release: Callable[[], None],
+        *,
+        stream: bool,
+        resumption: Resumption | None = None,
+    ) -> Leg:
+        """Begins to ask ``instance``; ``release`` is called when the leg is closed."""
+        headers = [*call.headers, (wire.REQUEST_ID_HEADER, call.request_id)]
+        if resumption is not None:
+            headers.append((wire.RESUME_HEADER, resumption.resume_id))
+        head_s = self._budgets.first_byte_s if stream else self._budgets.whole_reply_s
+        opening = asyncio.create_task(self._post(instance, call.path, call.body, headers, head_s))
+        return Leg(instance.instance_id, opening, resumption, self._budgets, release)
+
+    async def put_resume(self, instance: Instance, resume_id: str, resume: wire.Resume) -> None:
+        """Gives the instance the tokens that a leg opened next under ``resume_id`` is to go on from."""
+        url = f"{instance.url}/llumlet/resumes/{resume_id}"
+        with _mapped(instance.instance_id, "given the tokens so far"):
+            async with asyncio.timeout(self._budgets.moved_s):
+                async with self._pool(instance).put(url, data=json.dumps(resume.to_json())) as response:
+                    if response.status >= 300:
+                        raise ResumeFailed(
+                            instance.instance_id,
+                            f"{instance.instance_id} refused to resume: HTTP {response.status}.",
+                            instance_at_fault=response.status >= 500,
+                        )
+
+    async def close(self) -> None:
+        for _, pool in self._pools.values():
+            await pool.close()
+        self._pools.clear()
+        await asyncio.gather(*self._closing)
+
+    def _pool(self, instance: Instance) -> aiohttp.ClientSession:
+        """The instance's own; a restarted one gets a new one, for nothing of its old connections is of use."""
+        known = self._pools.get(instance.instance_id)
+        if known is not None and known[0] == instance:
+            return known[1]
+        if known is not None:
+            closing = asyncio.create_task(known[1].close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        pool = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX, keepalive_timeout=KEEP_ALIVE_S),
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None, connect=self._budgets.connect_s),
+            auto_decompress=False,
+            trust_env=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent",),
+        )
+        self._pools[instance.instance_id] = (instance, pool)
+        return pool
+
+    async def _post(
+        self, instance: Instance, path: str, body: bytes, headers: list[tuple[str, str]], head_s: float
+    ) -> aiohttp.ClientResponse | LegError:
+        """A failure is a value here: the task may end long before anyone asks for its result, or unasked."""
+        try:
+            with _mapped(instance.instance_id, "before its reply"):
+                async with asyncio.timeout(head_s):
+                    return await self._pool(instance).post(
+                        instance.url + path, data=body, headers=headers, allow_redirects=False
+                    )
+        except LegError as error:
+            return error
+
+
+@contextlib.contextmanager
+def _mapped(instance_id: str, when: str) -> Iterator[None]:
+    """Instance ids are for the operator; addresses and system errors stay out of what clients are told."""
+    try:
+        yield
+    except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
+        raise LegUnreachable(instance_id, "The instance could not be reached.") from error
+    except TimeoutError as error:
+        raise LegTimeout(instance_id, f"The instance was silent for too long {when}.") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise LegCut(instance_id, f"The instance's connection ended {when}.") from error

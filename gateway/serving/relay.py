@@ -1,0 +1,189 @@
+"""One leg's reply to the client, until it ends, moves away or is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import assert_never
+
+from gateway import wire
+from gateway.config import Budgets, Limits
+from gateway.errors import LegCut, LegError, ResumeFailed
+from gateway.openai import events, sse
+from gateway.openai.events import Chunk, Done, Other, StreamItem
+from gateway.serving.backend import Head, Leg, Resumption
+from gateway.serving.prebound import Prebound
+from gateway.serving.reply import Reply
+from gateway.serving.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The client has the whole reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The request has moved; the reply goes on at the destination."""
+
+    moved: wire.Moved
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The leg is of no more use, and the reply is not complete."""
+
+    error: LegError
+
+
+Outcome = Ended | Left | Lost
+
+
+class Relay:
+    def __init__(self, budgets: Budgets, limits: Limits) -> None:
+        self._budgets = budgets
+        self._limits = limits
+
+    async def run(self, leg: Leg, session: Session, prebound: Prebound, reply: Reply) -> Outcome:
+        """The client is told nothing before the instance's verdict is known."""
+        try:
+            head = await leg.head()
+            if (moved := _moved(head)) is not None:
+                return Left(moved)
+            if leg.resumption is not None:
+                _check_resumed(leg.instance_id, leg.resumption, head)
+            if 200 <= head.status < 300 and head.is_event_stream:
+                return await self._stream(leg, head, session, prebound, reply)
+            return await self._whole(leg, session, reply)
+        except LegError as error:
+            return Lost(error)
+
+    async def _whole(self, leg: Leg, session: Session, reply: Reply) -> Outcome:
+        """As it came, whatever it is: a JSON answer, or a refusal. Only the instance's own failures are tried elsewhere."""
+        whole = await leg.whole(self._limits.reply_bytes)
+        message = f"The instance answered with HTTP {whole.status}."
+        if whole.status >= 500:
+            return Lost(LegError(leg.instance_id, message, reply=whole))
+        if reply.started:
+            return Lost(LegError(leg.instance_id, message, instance_at_fault=False))
+        session.end("done" if whole.status < 400 else "refused")
+        await reply.whole(whole)
+        return Ended()
+
+    async def _stream(self, leg: Leg, head: Head, session: Session, prebound: Prebound, reply: Reply) -> Outcome:
+        splitter = sse.BlockSplitter()
+        data = await self._first_bytes(leg, head, reply)
+        while data:
+            try:
+                blocks = splitter.feed(data)
+            except sse.BlockTooLarge as error:
+                raise LegCut(leg.instance_id, f"The instance sent {error}.") from error
+            outcome = await self._pass_on(blocks, leg, head, session, prebound, reply)
+            if outcome is not None:
+                return outcome
+            data = await leg.read()
+        if (last := events.completed(splitter.rest())) is not None:
+            outcome = await self._pass_on([last], leg, head, session, prebound, reply)
+            if outcome is not None:
+                return outcome
+        if session.outcome == "failed":  # The instance has said so itself, and that was passed on.
+            await reply.end()
+            return Ended()
+        if session.is_complete:
+            return await self._end(sse.DONE, 0, session, head, reply)
+        raise LegCut(leg.instance_id, "The instance's stream ended before its reply was complete.")
+
+    async def _first_bytes(self, leg: Leg, head: Head, reply: Reply) -> bytes:
+        """A stream may fail right after its head; after a short grace the client gets the status and goes on waiting."""
+        reading = asyncio.ensure_future(leg.read())
+        try:
+            await asyncio.wait({reading}, timeout=self._budgets.header_grace_s)
+            if not reading.done():
+                await reply.start_stream(head.end_to_end())
+            return await reading
+        finally:
+            reading.cancel()
+
+    async def _pass_on(
+        self, blocks: list[bytes], leg: Leg, head: Head, session: Session, prebound: Prebound, reply: Reply
+    ) -> Outcome | None:
+        """One read's blocks, in one write. ``None``: the stream goes on."""
+        out: list[bytes] = []
+        count = 0
+        for item in _items(blocks):
+            match item:
+                case Chunk():
+                    shown = self._show(item, leg, session)
+                    count += shown is not None
+                    out += [shown] if shown is not None else []
+                case Other(block):
+                    out.append(block)
+                case wire.Prebind():
+                    prebound.bind(item)
+                case wire.Unbind():
+                    prebound.unbind(item)
+                case wire.Moved():
+                    await self._write(out, count, session, head, reply)
+                    return Left(item)
+                case Done(block):
+                    return await self._end(b"".join([*out, block]), count, session, head, reply)
+                case _:
+                    assert_never(item)
+        await self._write(out, count, session, head, reply)
+        return None
+
+    def _show(self, chunk: Chunk, leg: Leg, session: Session) -> bytes | None:
+        """The event as the client should see it, or ``None`` for one that it should not."""
+        session.take(chunk)
+        if chunk.error:
+            session.end("failed")
+        block = chunk.block
+        if not session.body.wants_token_ids:
+            if chunk.empty and chunk.token_ids is not None:
+                return None
+            block = events.hide_token_ids(block)
+        if session.created is None:
+            session.created = events.created(block)
+        elif leg.resumption is not None:
+            block = events.with_created(block, session.created)
+        return block
+
+    async def _write(self, out: list[bytes], count: int, session: Session, head: Head, reply: Reply) -> None:
+        if out:
+            if count:
+                session.sent(count, time.monotonic())
+            await reply.start_stream(head.end_to_end())
+            await reply.write(b"".join(out))
+
+    async def _end(self, data: bytes, count: int, session: Session, head: Head, reply: Reply) -> Outcome:
+        await self._write([data], count, session, head, reply)
+        session.end("failed" if session.outcome == "failed" else "done")
+        await reply.end()
+        return Ended()
+
+
+def _items(blocks: list[bytes]) -> list[StreamItem]:
+    return [item for block in blocks for item in events.read_block(block)]
+
+
+def _moved(head: Head) -> wire.Moved | None:
+    """A reply that is not streamed says by its status that the request has left."""
+    if head.status != 409:
+        return None
+    return wire.decode_moved_header(head.headers.get(wire.MOVED_HEADER, ""))
+
+
+def _check_resumed(instance_id: str, resumption: Resumption, head: Head) -> None:
+    """The reply must follow on exactly the tokens that we have, or text would be missing or said twice."""
+    if head.status == 410:
+        raise ResumeFailed(instance_id, "The instance no longer holds the request.", instance_at_fault=False)
+    if head.status >= 300:
+        raise ResumeFailed(
+            instance_id, f"The instance refused to resume: HTTP {head.status}.", instance_at_fault=head.status >= 500
+        )
+    said = wire.decode_resumed_header(head.headers.get(wire.RESUMED_HEADER, ""))
+    if said != (resumption.resume_id, resumption.output_tokens):
+        raise ResumeFailed(
+            instance_id, "The instance would go on from another token than the last one sent.", instance_at_fault=False
+        )

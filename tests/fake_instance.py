@@ -1,0 +1,394 @@
+"""A scripted stand-in for a vLLM server with its llumlet: real HTTP over a real socket, every byte under control.
+
+It generates ``max_tokens`` tokens, token number i being ``FIRST_TOKEN_ID + i`` with the text `` wI``, in the very bytes
+that vLLM 0.32 sends. A test replaces ``script`` to do anything else with a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+from urllib.parse import unquote
+
+from gateway import wire
+
+SECRET = "cluster-secret"
+MODEL = "kvferry-test"
+FIRST_TOKEN_ID = 1000
+PROMPT_TOKEN_IDS = [1, 2, 3]
+REPORT_INTERVAL_S = 0.05
+
+
+@dataclass(slots=True)
+class Received:
+    """A request as it came."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    raw_headers: list[tuple[str, str]]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def resume_id(self) -> str | None:
+        return self.headers.get(wire.RESUME_HEADER)
+
+
+class Exchange:
+    """One request and its reply, to be written step by step."""
+
+    def __init__(self, instance: FakeInstance, request: Received, writer: asyncio.StreamWriter) -> None:
+        self.instance = instance
+        self.request = request
+        self.client_gone = asyncio.Event()
+        self._writer = writer
+        self._chunked = False
+        self._one_byte_writes = False
+
+    async def start(
+        self,
+        status: int = 200,
+        headers: dict[str, str] | None = None,
+        *,
+        content_type: str = "text/event-stream; charset=utf-8",
+        chunked: bool = True,
+    ) -> None:
+        lines = [f"HTTP/1.1 {status} X", f"content-type: {content_type}", "connection: close"]
+        lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+        self._chunked = chunked
+        lines += ["transfer-encoding: chunked"] if chunked else []
+        await self.raw(("\r\n".join(lines) + "\r\n\r\n").encode())
+
+    async def send(self, *parts: bytes) -> None:
+        """Body bytes, each part one chunk."""
+        for part in parts:
+            await self.raw(f"{len(part):x}\r\n".encode() + part + b"\r\n" if self._chunked else part)
+
+    async def raw(self, data: bytes) -> None:
+        self._writer.write(data)
+        with contextlib.suppress(ConnectionError):
+            await self._writer.drain()
+
+    async def finish(self) -> None:
+        if self._chunked:
+            await self.raw(b"0\r\n\r\n")
+
+    async def json(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
+        body = json.dumps(value).encode()
+        await self.start(
+            status,
+            {"content-length": str(len(body)), **(headers or {})},
+            content_type="application/json",
+            chunked=False,
+        )
+        await self.raw(body)
+
+    async def cut(self) -> None:
+        """A chunk that promises more than comes, and then the end of the connection."""
+        await self.raw(b"ff\r\ndata: {")
+
+    async def reset(self) -> None:
+        """RST instead of FIN."""
+        connection = self._writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._writer.transport.abort()
+
+
+Script = Callable[[Exchange], Awaitable[None]]
+
+
+class Generation:
+    """The events of one reply, as vLLM writes them."""
+
+    def __init__(self, request: Received, created: int = 1_700_000_000) -> None:
+        body = request.json
+        self.chat = request.path == "/v1/chat/completions"
+        self.tokens = int(body.get("max_tokens") or 8)
+        self.shows_ids = bool(body.get("return_token_ids"))
+        self.usage_asked = bool((body.get("stream_options") or {}).get("include_usage"))
+        self.created = created
+        self.id = ("chatcmpl-" if self.chat else "cmpl-") + request.headers.get(wire.REQUEST_ID_HEADER, "none")
+
+    def role(self) -> bytes:
+        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return self._event([choice], {"prompt_token_ids": self._ids(PROMPT_TOKEN_IDS), "prompt_text": None})
+
+    def token(self, index: int) -> bytes:
+        last = index == self.tokens - 1
+        ids = self._ids([FIRST_TOKEN_ID + index])
+        choice: dict[str, Any]
+        if self.chat:
+            choice = {"index": 0, "delta": {"content": text(index)}, "logprobs": None}
+            choice |= {"finish_reason": "length", "stop_reason": None} if last else {"finish_reason": None}
+            choice["token_ids"] = ids
+        else:
+            choice = {"index": 0, "text": text(index), "logprobs": None, "finish_reason": "length" if last else None}
+            prompt_ids = self._ids(PROMPT_TOKEN_IDS) if index == 0 else None
+            choice |= {"stop_reason": None, "prompt_token_ids": prompt_ids, "token_ids": ids}
+        return self._event([choice], {})
+
+    def rest(self, begin: int = 0) -> list[bytes]:
+        """Everything from token number ``begin`` on, [DONE] included; the role too, if that is the whole."""
+        blocks = [self.role()] if self.chat and begin == 0 else []
+        blocks += [self.token(index) for index in range(begin, self.tokens)]
+        if self.usage_asked:
+            prompt = len(PROMPT_TOKEN_IDS)
+            usage = {"prompt_tokens": prompt, "total_tokens": prompt + self.tokens, "completion_tokens": self.tokens}
+            blocks.append(self._event([], {"usage": usage}))
+        return [*blocks, b"data: [DONE]\n\n"]
+
+    def upto(self, end: int) -> list[bytes]:
+        """The first ``end`` tokens' events."""
+        return ([self.role()] if self.chat else []) + [self.token(index) for index in range(end)]
+
+    def whole(self) -> dict[str, Any]:
+        content = "".join(text(index) for index in range(self.tokens))
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
+        choice |= {"message": {"role": "assistant", "content": content}} if self.chat else {"text": content}
+        prompt = len(PROMPT_TOKEN_IDS)
+        return {
+            "id": self.id,
+            "object": "chat.completion" if self.chat else "text_completion",
+            "created": self.created,
+            "model": MODEL,
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": prompt,
+                "total_tokens": prompt + self.tokens,
+                "completion_tokens": self.tokens,
+            },
+        }
+
+    def _ids(self, ids: list[int]) -> list[int] | None:
+        return ids if self.shows_ids else None
+
+    def _event(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        value = {"id": self.id, "object": kind, "created": self.created, "model": MODEL, "choices": choices, **more}
+        return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+def text(index: int) -> str:
+    return f" w{index}"
+
+
+def token_ids(begin: int, end: int) -> list[int]:
+    return [FIRST_TOKEN_ID + index for index in range(begin, end)]
+
+
+async def generate(exchange: Exchange) -> None:
+    """The default script: all at once, or what follows a resume."""
+    instance, request = exchange.instance, exchange.request
+    generation = Generation(request, instance.created)
+    begin, headers = 0, {}
+    if request.resume_id is not None:
+        resumed = await instance.resumed(request.resume_id)
+        if resumed is None:
+            await exchange.json(410, error_body("The migration was aborted.", "Gone", 410))
+            return
+        begin, headers = resumed, {wire.RESUMED_HEADER: wire.encode_resumed_header(request.resume_id, resumed)}
+    if request.json.get("stream"):
+        await exchange.start(200, headers)
+        await exchange.send(*generation.rest(begin))
+        await exchange.finish()
+    else:
+        await exchange.json(200, generation.whole(), headers)
+
+
+def error_body(message: str, kind: str, code: int | str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+@dataclass(slots=True)
+class FakeInstance:
+    instance_id: str
+    boot_id: str = "boot-1"
+    models: tuple[str, ...] = (MODEL,)
+    script: Script = generate
+    created: int = 1_700_000_000
+    freeness_steps: float = 1000.0
+    report_changes: dict[str, Any] = field(default_factory=dict)
+    health_status: int = 200
+    migrate: Callable[[wire.MigrateOrder], Awaitable[tuple[int, Any]]] | None = None
+    received: list[Received] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    resumes: dict[str, wire.Resume] = field(default_factory=dict)
+    pairings: list[wire.Pairing | None] = field(default_factory=list)
+    url: str = ""
+    _migrations: dict[str, asyncio.Future[int | None]] = field(default_factory=dict)
+    _sequence: int = 0
+    _server: asyncio.Server | None = None
+    _connections: set[asyncio.Task[None]] = field(default_factory=set)
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def __aenter__(self) -> Self:
+        await self.listen()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def listen(self, port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", port)
+        self.url = "http://127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """All connections end, as if the process had."""
+        assert self._server is not None
+        self._server.close()
+        for connection in list(self._connections):
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._server.wait_closed()
+
+    def commit(self, migration_id: str, output_tokens: int) -> None:
+        """This instance now has the request; its resumed leg goes on from there."""
+        self._migration(migration_id).set_result(output_tokens)
+
+    def abort(self, migration_id: str) -> None:
+        self._migration(migration_id).set_result(None)
+
+    async def resumed(self, resume_id: str) -> int | None:
+        """How many tokens a resumed leg follows on; ``None`` if there is nothing to resume."""
+        if resume_id in self.resumes:
+            return len(self.resumes[resume_id].output_token_ids)
+        return await self._migration(resume_id)
+
+    async def exchange(self, index: int = 0) -> Exchange:
+        """The index-th request under /v1, once it is there."""
+        async with self._changed:
+            await asyncio.wait_for(self._changed.wait_for(lambda: len(self.exchanges) > index), 10)
+        return self.exchanges[index]
+
+    def report(self) -> dict[str, Any]:
+        self._sequence += 1
+        report = wire.Report(
+            instance_id=self.instance_id,
+            boot_id=self.boot_id,
+            sequence=self._sequence,
+            models=list(self.models),
+            vllm_version="0.32.0",
+            plugin_version="0",
+            protocol_version=wire.PROTOCOL_VERSION,
+            kv_format="format-1",
+            kv_reason=None,
+            block_size=16,
+            blocks_total=1000,
+            blocks_free=1000,
+            blocks_reserved=0,
+            requests_running=0,
+            requests_waiting=0,
+            requests_running_max=256,
+            running_by_priority={},
+            waiting_by_priority={},
+            virtual_usage_blocks=1000 - self.freeness_steps / 16,
+            freeness_steps=self.freeness_steps,
+            head_of_line_blocks=0,
+            queued_blocks=0,
+            step_ms=10.0,
+            draining=False,
+            migrations_in=0,
+            migrations_out=0,
+        )
+        return report.to_json() | self.report_changes
+
+    def _migration(self, migration_id: str) -> asyncio.Future[int | None]:
+        return self._migrations.setdefault(migration_id, asyncio.get_running_loop().create_future())
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            request = await _read_request(reader)
+            if request is not None:
+                await self._answer(request, reader, writer)
+        except (asyncio.CancelledError, ConnectionError, asyncio.IncompleteReadError):
+            writer.transport.abort()
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _answer(self, request: Received, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        exchange = Exchange(self, request, writer)
+        watching = asyncio.create_task(_watch(reader, exchange))
+        try:
+            if request.path.startswith("/v1/") and request.method == "POST":
+                async with self._changed:
+                    self.received.append(request)
+                    self.exchanges.append(exchange)
+                    self._changed.notify_all()
+                await self.script(exchange)
+            else:
+                await self._control(exchange)
+        finally:
+            watching.cancel()
+
+    async def _control(self, exchange: Exchange) -> None:
+        request = exchange.request
+        if request.path.startswith("/llumlet/") and request.headers.get(wire.SECRET_HEADER) != SECRET:
+            await exchange.json(401, error_body("wrong secret", "Unauthorized", 401))
+            return
+        match request.method, request.path.split("/")[1:]:
+            case "GET", ["health"]:
+                await exchange.json(self.health_status, {})
+            case "GET", ["v1", "models"]:
+                cards = [{"id": name, "object": "model", "owned_by": "vllm", "root": name} for name in self.models]
+                await exchange.json(200, {"object": "list", "data": cards})
+            case "GET", ["llumlet", "status"]:
+                await exchange.json(200, {"report": self.report(), "requests": []})
+            case "GET", ["llumlet", "reports"]:
+                await self._stream_reports(exchange)
+            case "PUT", ["llumlet", "pairing"]:
+                self.pairings.append(wire.Pairing.from_json(request.json))
+                await exchange.json(200, {})
+            case "DELETE", ["llumlet", "pairing"]:
+                self.pairings.append(None)
+                await exchange.json(200, {})
+            case "PUT", ["llumlet", "resumes", resume_id]:
+                self.resumes[unquote(resume_id)] = wire.Resume.from_json(request.json)
+                await exchange.json(200, {})
+            case "POST", ["llumlet", "migrate"] if self.migrate is not None:
+                status, answer = await self.migrate(wire.MigrateOrder.from_json(request.json))
+                await exchange.json(status, answer)
+            case _:
+                await exchange.json(404, error_body("no such route", "NotFoundError", 404))
+
+    async def _stream_reports(self, exchange: Exchange) -> None:
+        await exchange.start(content_type="application/x-ndjson")
+        while not exchange.client_gone.is_set():
+            await exchange.send(json.dumps(self.report()).encode() + b"\n")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(exchange.client_gone.wait(), REPORT_INTERVAL_S)
+
+
+async def _watch(reader: asyncio.StreamReader, exchange: Exchange) -> None:
+    with contextlib.suppress(ConnectionError):
+        await reader.read(1)
+    exchange.client_gone.set()
+
+
+async def _read_request(reader: asyncio.StreamReader) -> Received | None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").rstrip().split("\r\n")
+    method, path, _ = first.split(" ")
+    raw_headers = [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
+    headers = dict(raw_headers)
+    body = await reader.readexactly(int(headers.get("content-length", "0")))
+    return Received(method, path, headers, raw_headers, body)
+
+
+@contextlib.asynccontextmanager
+async def instances(*ids: str) -> AsyncIterator[list[FakeInstance]]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(FakeInstance(instance_id)) for instance_id in ids]

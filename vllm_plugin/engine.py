@@ -1,0 +1,400 @@
+"""The llumlet's half in the engine core: freeze, export, reserve, adopt. Runs on the engine's thread, between steps.
+
+Source side: ``export`` says which blocks of a request are finished, ``freeze`` takes it out of the batch (what is in
+flight is still delivered), then ``detach`` ends it here or ``unfreeze`` lets it go on. Destination side: ``reserve``
+and ``extend`` set blocks aside, ``received`` enters copied blocks into the prefix cache, ``commit`` queues the parked
+request with its output tokens, and the stock scheduler finds the copied blocks as a prefix hit. A reservation is
+released when the request has been scheduled, cancelled, or when its lease is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm_plugin import compat
+from vllm_plugin.settings import FREEZE_LIMIT_S, RESERVATION_LEASE_S, UNCLAIMED_LEASE_S
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+logger = logging.getLogger("vllm.kvferry.engine")
+
+ARRIVALS_KEPT = 64
+
+
+@dataclass
+class Frozen:
+    """A request that is out of the batch until ``detach``, ``unfreeze`` or the deadline."""
+
+    request: compat.Request
+    deadline: float
+    drained: Future[dict[str, Any]] | None
+    """Waits for the steps in flight; ``None`` once it was answered."""
+    blocks_from: int
+    tokens_from: int
+
+
+@dataclass
+class Reservation:
+    """Blocks set aside for a sequence that is arriving, and the hashes under which they become findable."""
+
+    shadow: compat.Request
+    blocks: list[KVCacheBlock]
+    reused: int
+    """Leading blocks that the prefix cache held already."""
+    received: int
+    """Leading blocks whose content is here."""
+    spare: list[KVCacheBlock]
+    """For the tail that did not fill a block; free again when the request is queued."""
+    deadline: float
+    parked: compat.Request | None = None
+    committed: bool = False
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a resumed request cost here, for status and tests."""
+
+    request_id: str
+    resume_id: str
+    output_tokens: int
+    computed_tokens: int
+    """Tokens that the first step here had to compute: at most one block's worth if the copy was used."""
+
+
+@dataclass
+class EngineAgent:
+    """One operation a method; ``handle`` finds it by name. All answers are plain JSON values (or futures of them)."""
+
+    port: compat.EnginePort
+    managed: dict[str, compat.Request] = field(default_factory=dict)
+    frozen: dict[str, Frozen] = field(default_factory=dict)
+    reservations: dict[str, Reservation] = field(default_factory=dict)
+    admitted: dict[str, str] = field(default_factory=dict)
+    """Engine request id -> resume id, from ``commit`` until first scheduled."""
+    arrivals: deque[Arrival] = field(default_factory=lambda: deque(maxlen=ARRIVALS_KEPT))
+    arrived_at: dict[str, float] = field(default_factory=dict)
+    step_ms: float = 0.0
+    _last_step: float | None = None
+
+    def handle(self, operation: str, payload: dict[str, Any]) -> Any:
+        self.expire()
+        match operation:
+            case "describe":
+                return self.describe()
+            case "report":
+                return self.report()
+            case "requests":
+                return [self.status(request_id) for request_id in self.managed]
+            case "export":
+                return self.export(**payload)
+            case "freeze":
+                return self.freeze(**payload)
+            case "unfreeze":
+                return self.unfreeze(**payload)
+            case "detach":
+                return self.detach(**payload)
+            case "reserve":
+                return self.reserve(**payload)
+            case "extend":
+                return self.extend(**payload)
+            case "received":
+                return self.mark_received(**payload)
+            case "commit":
+                return self.commit(**payload)
+            case "cancel":
+                return self.cancel(**payload)
+            case "arrivals":
+                return [vars(arrival) for arrival in self.arrivals]
+            case _:
+                raise ValueError(f"unknown operation {operation!r}")
+
+    # What the scheduler tells.
+
+    def receive(self, request: compat.Request) -> bool:
+        """A new request: note it if a gateway manages it; keep it (and answer True) if it is to be resumed."""
+        extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+        if not extra or (request_id := extra.get(compat.REQUEST_KEY)) is None:
+            return False
+        self.managed[request_id] = request
+        resume_id = extra.get(compat.RESUME_KEY)
+        if resume_id is None:
+            return False
+        self.port.park(request)
+        reservation = self.reservations.get(resume_id)
+        if reservation is None:  # The lease is over, or a resume that has only tokens: nothing to adopt, still parked.
+            reservation = self.reservations[resume_id] = self._reservation(request, [], [])
+        reservation.parked = request
+        return True
+
+    def after_schedule(self, output: compat.SchedulerOutput) -> None:
+        self.port.give_all_tokens(output)
+        if not self.admitted:
+            return
+        for engine_id in [engine_id for engine_id in self.admitted if engine_id in output.num_scheduled_tokens]:
+            resume_id = self.admitted.pop(engine_id)
+            reservation = self.reservations.pop(resume_id)
+            assert reservation.parked is not None
+            self._release(reservation)
+            request_id = _managed_id(reservation.parked)
+            computed = output.num_scheduled_tokens[engine_id]
+            arrival = Arrival(request_id, resume_id, reservation.parked.num_output_tokens, computed)
+            self.arrivals.append(arrival)
+            self.arrived_at[request_id] = time.monotonic()
+            logger.info(
+                "resume %s as %s at output token %d, %d tokens to compute",
+                request_id, resume_id, arrival.output_tokens, computed,
+            )  # fmt: skip
+
+    def after_step(self) -> None:
+        now = time.monotonic()
+        if self._last_step is not None and now - self._last_step < 1.0:
+            step_ms = (now - self._last_step) * 1000
+            self.step_ms = step_ms if self.step_ms == 0.0 else 0.9 * self.step_ms + 0.1 * step_ms
+        self._last_step = now
+        for request_id in list(self.frozen):
+            self._answer_if_drained(request_id)
+        for request_id, request in list(self.managed.items()):
+            if request.is_finished():
+                self._forget(request_id, request)
+
+    def after_finish(self, finished: list[compat.Request]) -> None:
+        for request in finished:
+            extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+            if not extra or compat.REQUEST_KEY not in extra:
+                continue
+            self._forget(extra[compat.REQUEST_KEY], request)
+            self.admitted.pop(request.request_id, None)
+            resume_id = extra.get(compat.RESUME_KEY)
+            if resume_id in self.reservations and self.reservations[resume_id].parked is request:
+                self._release(self.reservations.pop(resume_id))
+
+    def expire(self) -> None:
+        """Leases and deadlines that are over; called at least with every report."""
+        now = time.monotonic()
+        for request_id, frozen in list(self.frozen.items()):
+            if frozen.deadline < now:
+                logger.warning("unfreeze %s: the final stage took over %.0f s", request_id, FREEZE_LIMIT_S)
+                self.unfreeze(request_id)
+        for resume_id, reservation in list(self.reservations.items()):
+            if reservation.deadline < now and not reservation.committed:
+                logger.warning("reservation %s expired", resume_id)
+                self.cancel(resume_id)
+
+    # Operations: describe and report.
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "block_size": self.port.block_size,
+            "blocks_total": self.port.blocks_total,
+            "requests_running_max": self.port.requests_running_max,
+            "copy_obstacle": self.port.copy_obstacle(),
+        }
+
+    def report(self) -> dict[str, Any]:
+        """Counts for one report; blocks of frozen requests count as running, reservations on their own."""
+        running = [*self.port.running(), *(frozen.request for frozen in self.frozen.values())]
+        waiting = self.port.waiting()
+        return {
+            "blocks_total": self.port.blocks_total,
+            "blocks_free": self.port.blocks_free,
+            "blocks_reserved": sum(
+                len(entry.blocks) + len(entry.spare) for entry in self.reservations.values()
+            ),
+            "running": [len(self.port.held_blocks(request)) for request in running],
+            "waiting": [self._demand(request) for request in waiting],
+            "step_ms": round(self.step_ms, 3),
+        }  # fmt: skip
+
+    def status(self, request_id: str) -> dict[str, Any]:
+        request = self.managed[request_id]
+        extra = request.sampling_params.extra_args
+        if request_id in self.frozen:
+            state = "migrating"
+        elif request.status == compat.RequestStatus.RUNNING:
+            state = "running"
+        else:
+            reservation = self.reservations.get(extra.get(compat.RESUME_KEY, ""))
+            parked = reservation is not None and reservation.parked is request and not reservation.committed
+            state = "parked" if parked else "waiting"
+        reason = compat.why_engine_cannot_move(request) or (
+            None if state == "running" else f"it is {state}"
+        )
+        return {
+            "request_id": request_id,
+            "state": state,
+            "prompt_tokens": request.num_prompt_tokens,
+            "output_tokens": request.num_output_tokens,
+            "blocks": len(self.port.held_blocks(request)),
+            "priority": request.priority,
+            "settled_s": time.monotonic() - self.arrived_at.get(request_id, 0.0),
+            "reason": reason,
+        }  # fmt: skip
+
+    # Operations: source side.
+
+    def export(self, request_id: str, blocks_from: int = 0, tokens_from: int = 0) -> dict[str, Any]:
+        """What a stage may send: finished blocks from number ``blocks_from`` on, output tokens from ``tokens_from``."""
+        request = self.managed.get(request_id)
+        if request is None or not self.port.is_live(request):
+            return {"state": "gone", "reason": "the request has finished"}
+        status = self.status(request_id)
+        full_blocks = self.port.computed_tokens(request) // self.port.block_size
+        return {
+            "state": status["state"],
+            "reason": status["reason"],
+            "block_ids": [block.block_id for block in self.port.held_blocks(request)[blocks_from:full_blocks]],
+            "output_token_ids": list(request.output_token_ids[tokens_from:]),
+            "preemptions": request.num_preemptions,
+            "prompt_tokens": request.num_prompt_tokens,
+            "prompt_token_ids": list(request.prompt_token_ids or ()) if tokens_from == blocks_from == 0 else [],
+            "cache_salt": request.cache_salt,
+        }
+
+    def freeze(self, request_id: str, preemptions: int, blocks_from: int, tokens_from: int) -> Any:
+        """Stop decoding a request; answers like ``export``, as a future, once no step that holds it is in flight."""
+        request = self.managed.get(request_id)
+        if request is None or not self.port.is_live(request):
+            return {"state": "gone", "reason": "the request has finished"}
+        if request.status != compat.RequestStatus.RUNNING or request_id in self.frozen:
+            return {"state": "busy", "reason": "the request is not running"}
+        if request.num_preemptions != preemptions:
+            return {"state": "busy", "reason": "the request was preempted"}
+        self.port.stop_scheduling(request)
+        drained: Future[dict[str, Any]] = Future()
+        deadline = time.monotonic() + FREEZE_LIMIT_S
+        self.frozen[request_id] = Frozen(request, deadline, drained, blocks_from, tokens_from)
+        self._answer_if_drained(request_id)
+        return drained
+
+    def unfreeze(self, request_id: str) -> dict[str, Any]:
+        frozen = self.frozen.pop(request_id, None)
+        if frozen is None:
+            return {"unfrozen": False}
+        if frozen.drained is not None:
+            frozen.drained.set_result({"state": "busy", "reason": "the final stage took too long"})
+        if self.port.is_live(frozen.request):
+            self.port.resume_scheduling(frozen.request)
+        return {"unfrozen": True}
+
+    def detach(self, request_id: str) -> dict[str, Any]:
+        """End a frozen request here: the destination has it. False if it went on by itself meanwhile."""
+        frozen = self.frozen.pop(request_id, None)
+        if frozen is None or not self.port.is_live(frozen.request):
+            return {"detached": False}
+        self.port.finish(frozen.request)
+        return {"detached": True}
+
+    # Operations: destination side.
+
+    def reserve(
+        self, resume_id: str, token_ids: list[int], cache_salt: str | None, blocks: int, copy: bool
+    ) -> dict[str, Any]:
+        """Set ``blocks`` blocks aside (and one for the tail), the leading ones from the prefix cache where it has them."""
+        if resume_id in self.reservations:
+            return {"accepted": False, "reason": "the migration id is in use"}
+        if self.port.batch_is_full(len(self.reservations)):
+            return {"accepted": False, "reason": "the destination's batch is full"}
+        shadow = self.port.shadow(token_ids, cache_salt)
+        cached = self.port.take_cached_blocks(shadow) if copy else []
+        held = cached[:blocks]
+        self.port.free_blocks(cached[blocks:])
+        missing = (blocks - len(held)) if copy else 0
+        if missing + 1 > self.port.blocks_free:
+            self.port.free_blocks(held)
+            return {"accepted": False, "reason": "the destination has too few free blocks"}
+        new = self.port.new_blocks(missing)
+        reservation = self._reservation(shadow, [*held, *new], self.port.new_blocks(1))
+        reservation.reused = reservation.received = len(held)
+        self.reservations[resume_id] = reservation
+        return {"accepted": True, "reused": len(held), "block_ids": [block.block_id for block in new]}
+
+    def extend(self, resume_id: str, blocks: int, output_token_ids: list[int]) -> dict[str, Any]:
+        """More blocks for a sequence that has grown to ``blocks`` finished ones; renews the lease."""
+        reservation = self.reservations.get(resume_id)
+        if reservation is None:
+            return {"accepted": False, "reason": "the reservation has expired"}
+        reservation.deadline = time.monotonic() + RESERVATION_LEASE_S
+        reservation.shadow.append_output_token_ids(output_token_ids)
+        missing = blocks - len(reservation.blocks)
+        if missing > self.port.blocks_free:
+            return {"accepted": False, "reason": "the destination has too few free blocks"}
+        new = self.port.new_blocks(missing) if missing > 0 else []
+        reservation.blocks.extend(new)
+        pending = reservation.blocks[reservation.received : blocks]
+        return {"accepted": True, "block_ids": [block.block_id for block in pending]}
+
+    def mark_received(self, resume_id: str, blocks: int) -> dict[str, Any]:
+        """The first ``blocks`` blocks are here: make the new ones findable."""
+        reservation = self.reservations.get(resume_id)
+        if reservation is None:
+            return {"accepted": False, "reason": "the reservation has expired"}
+        self.port.cache_blocks(reservation.shadow, reservation.blocks, reservation.received, blocks)
+        reservation.received = max(reservation.received, blocks)
+        return {"accepted": True}
+
+    def commit(self, resume_id: str, output_token_ids: list[int]) -> dict[str, Any]:
+        """Queue the parked request, first in line, to go on after ``output_token_ids`` (all of them)."""
+        reservation = self.reservations.get(resume_id)
+        if reservation is None or reservation.parked is None or reservation.committed:
+            return {"accepted": False, "reason": "the request is not waiting here"}
+        reservation.committed = True
+        self.port.free_blocks(reservation.spare)
+        reservation.spare = []
+        self.admitted[reservation.parked.request_id] = resume_id
+        self.port.admit(reservation.parked, output_token_ids)
+        return {"accepted": True}
+
+    def cancel(self, resume_id: str) -> dict[str, Any]:
+        """Give a reservation up, with the request that was parked for it."""
+        reservation = self.reservations.pop(resume_id, None)
+        if reservation is None:
+            return {"cancelled": False}
+        self._release(reservation)
+        if reservation.parked is not None and self.port.is_live(reservation.parked):
+            self.port.finish(reservation.parked)
+        return {"cancelled": True}
+
+    # Helpers.
+
+    def _reservation(
+        self, shadow: compat.Request, blocks: list[KVCacheBlock], spare: list[KVCacheBlock]
+    ) -> Reservation:
+        lease_s = RESERVATION_LEASE_S if blocks or spare else UNCLAIMED_LEASE_S
+        return Reservation(shadow, blocks, 0, 0, spare, time.monotonic() + lease_s)
+
+    def _release(self, reservation: Reservation) -> None:
+        self.port.free_blocks([*reservation.blocks, *reservation.spare])
+        reservation.blocks, reservation.spare = [], []
+
+    def _forget(self, request_id: str, request: compat.Request) -> None:
+        if self.managed.get(request_id) is request:
+            del self.managed[request_id]
+            self.arrived_at.pop(request_id, None)
+        frozen = self.frozen.get(request_id)
+        if frozen is not None and frozen.request is request:
+            del self.frozen[request_id]
+            if frozen.drained is not None:
+                frozen.drained.set_result({"state": "gone", "reason": "the request has finished"})
+
+    def _answer_if_drained(self, request_id: str) -> None:
+        frozen = self.frozen[request_id]
+        if frozen.drained is None:
+            return
+        if not self.port.is_live(frozen.request):
+            self._forget(request_id, frozen.request)
+        elif frozen.request.num_in_flight_tokens == 0:
+            drained, frozen.drained = frozen.drained, None
+            drained.set_result(self.export(request_id, frozen.blocks_from, frozen.tokens_from))
+
+    def _demand(self, request: compat.Request) -> int:
+        return -(-(request.num_tokens + 1) // self.port.block_size)
+
+
+def _managed_id(request: compat.Request) -> str:
+    return str(request.sampling_params.extra_args[compat.REQUEST_KEY])

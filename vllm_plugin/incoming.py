@@ -1,0 +1,134 @@
+"""Destination side, in the API server: what is known of a request before and while it is resumed here.
+
+An Incoming is made by a peer's ``reserve`` (a migration) or by a gateway's ``PUT /llumlet/resumes`` (tokens only). A
+session attaches when the gateway opens the request under its id, before or after the commit. Output tokens are
+replayed through the front end as they become known, so that at the commit only the last few are left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Protocol
+
+from vllm_plugin import compat
+from vllm_plugin.session import Session
+from vllm_plugin.settings import COMMIT_TIMEOUT_S, RESERVATION_LEASE_S
+
+
+class Refused(Exception):
+    """The other side, or this one, does not go on with a migration; the message is the reason."""
+
+
+class Engine(Protocol):
+    """The engine agent, as the API server reaches it."""
+
+    async def __call__(self, operation: str, **payload: Any) -> Any: ...
+
+
+class Incoming:
+    """One request that is arriving. ``committed`` once its output tokens are complete."""
+
+    def __init__(self, resume_id: str, request_id: str, engine: Engine) -> None:
+        self.resume_id = resume_id
+        self.request_id = request_id
+        self.copy = False
+        """Whether KV blocks come along, or everything is computed again."""
+        self.rank_agents: list[tuple[str, int]] = []
+        """Host and port of the source's KV agents, by rank."""
+        self.read_token = ""
+        self.blocks = 0
+        """Leading blocks that are here."""
+        self.tokens: list[int] = []
+        self.replayed = 0
+        self.logprobs: list[Any] | None = None
+        self.cached_tokens: int | None = None
+        self.committed = False
+        self.closed = False
+        self.lock = asyncio.Lock()
+        """Held while blocks are being written: they must not be freed meanwhile."""
+        self.session: Session | None = None
+        self.deadline = 0.0
+        self._engine = engine
+        self._finishing: asyncio.Task[None] | None = None
+        self.renew()
+
+    def __repr__(self) -> str:
+        return f"<Incoming {self.resume_id} tokens={len(self.tokens)} committed={self.committed}>"
+
+    def renew(self) -> None:
+        self.deadline = time.monotonic() + RESERVATION_LEASE_S
+
+    def attach(self, session: Session) -> None:
+        """The gateway has opened the request here, and vLLM's front end knows it."""
+        if self.closed:
+            session.fail("the migration was given up")
+            return
+        self.session = session
+        self.replay()
+        if self.committed:
+            self._finishing = asyncio.create_task(self._finish_late(session))
+
+    def detach(self, session: Session) -> None:
+        """The gateway has closed its reply. (The engine drops the parked request when vLLM aborts it.)"""
+        if self.session is session:
+            self.session = None
+            self.replayed = 0
+
+    def extend(self, offset: int, token_ids: list[int]) -> None:
+        """Output tokens from number ``offset`` on."""
+        if offset != len(self.tokens):
+            raise Refused(f"expected output tokens from number {len(self.tokens)} on, not {offset}")
+        self.tokens.extend(token_ids)
+        self.replay()
+
+    def replay(self) -> None:
+        """Take what is new through the front end of the attached session."""
+        session = self.session
+        if session is None or session.state is None or self.replayed == len(self.tokens):
+            return
+        if session.final_only and not self.committed:
+            return  # Its log probabilities come with the commit.
+        logprobs = self.logprobs[self.replayed :] if self.logprobs is not None else None
+        compat.replay(session.state, self.tokens[self.replayed :], logprobs)
+        self.replayed = len(self.tokens)
+
+    async def commit(self) -> bool:
+        """The tokens are complete. True if the request is live here now, False if the gateway has yet to open it."""
+        self.committed = True
+        self.renew()
+        if self.session is None:
+            return False
+        await self._finish(self.session)
+        return True
+
+    async def _finish_late(self, session: Session) -> None:
+        try:
+            await self._finish(session)
+        except Refused as refusal:
+            session.fail(str(refusal))
+
+    async def _finish(self, session: Session) -> None:
+        self.replay()
+        if self.cached_tokens is not None:
+            compat.set_cached_tokens(session.state, self.cached_tokens)
+        session.check()
+        try:
+            # Nothing new may be produced before the consumer has taken the replay: vLLM would merge the two.
+            async with asyncio.timeout(COMMIT_TIMEOUT_S):
+                await session.drained.wait()
+        except TimeoutError:
+            raise Refused("the destination did not get through the replay in time") from None
+        answer = await self._engine("commit", resume_id=self.resume_id, output_token_ids=self.tokens)
+        if not answer["accepted"]:
+            raise Refused(answer["reason"])
+        if session.open_reply is not None:
+            await session.open_reply()
+
+    async def close(self, reason: str) -> None:
+        """Give up: free what the engine holds, and tell the gateway if it waits."""
+        self.closed = True
+        async with self.lock:
+            await self._engine("cancel", resume_id=self.resume_id)
+        if self.session is not None:
+            self.session.fail(reason)

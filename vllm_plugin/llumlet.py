@@ -1,0 +1,497 @@
+"""The llumlet: kvferry's agent in one vLLM server (paper, section 4.1). Lives in the API server's event loop.
+
+It reports the instance's load, answers the handshake of migrations that come in, runs those that go out (one that was
+ordered, or what a pairing with a destination lets it choose), and knows every managed request by its gateway's id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from gateway import wire
+from gateway.policy.usage import RequestUsage, freeness_steps, virtual_usage_blocks
+from vllm_plugin import __version__, compat
+from vllm_plugin.incoming import Incoming, Refused
+from vllm_plugin.outgoing import Destination, Migration, Peer
+from vllm_plugin.session import Session
+from vllm_plugin.settings import (
+    COMMIT_TIMEOUT_S,
+    MIGRATIONS_IN_MAX,
+    MIGRATIONS_OUT_MAX,
+    REPORT_INTERVAL_S,
+    RESUMES_MAX,
+    SETTLE_S,
+    STAGE_TIMEOUT_S,
+    Settings,
+)
+from vllm_plugin.transfer import AgentClient, TransferError
+
+logger = logging.getLogger("vllm.kvferry.llumlet")
+
+class NoSuchRequest(Exception):
+    """No managed request of that id is here."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data plane of this instance, as its workers described it."""
+
+    agents: list[AgentClient]
+    kv_format: str | None
+    kv_reason: str | None
+
+
+class Llumlet:
+    """Built once a server, in ``KvferryEndpoints.init_state``."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        instance_id: str,
+        models: list[str],
+        engine_client: Any,
+        description: dict[str, Any],
+        data: Data,
+    ) -> None:
+        self.settings = settings
+        self.instance_id = instance_id
+        self.boot_id = secrets.token_hex(8)
+        self.draining = False
+        self._models = models
+        self._engine_client = engine_client
+        self._description = description
+        self._data = data
+        self._sessions: dict[str, Session] = {}
+        self._incoming: dict[str, Incoming] = {}
+        self._outgoing: dict[str, Migration] = {}
+        self._pairing: wire.Pairing | None = None
+        self._pairing_until = 0.0
+        self._report: wire.Report | None = None
+        self._reported = asyncio.Condition()
+        self._sequence = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._http: aiohttp.ClientSession | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<Llumlet {self.instance_id} {len(self._sessions)} sessions, "
+            f"{len(self._incoming)} in, {len(self._outgoing)} out>"
+        )
+
+    async def engine(self, operation: str, **payload: Any) -> Any:
+        """The engine agent's operation of that name; waits for the step under way."""
+        return await compat.call_engine(self._engine_client, operation, payload)
+
+    def start(self) -> None:
+        self._http = aiohttp.ClientSession(trust_env=False)
+        self._spawn(self._tick_forever())
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._http is not None:
+            await self._http.close()
+        for agent in self._data.agents:
+            agent.close()
+
+    # Managed requests.
+
+    def open_session(self, request_id: str, resume_id: str | None) -> Session:
+        """For one HTTP request of a gateway. Raises Refused if nothing is known under ``resume_id``."""
+        incoming = None
+        if resume_id is not None:
+            incoming = self._incoming.get(resume_id)
+            if incoming is None or incoming.closed or incoming.session is not None:
+                raise Refused("nothing is known under this resume id")
+            if incoming.request_id != request_id:
+                raise Refused("this resume id belongs to another request")
+        session = Session(request_id, incoming, self._engine_client)
+        self._sessions[request_id] = session
+        return session
+
+    def close_session(self, session: Session) -> None:
+        if self._sessions.get(session.request_id) is session:
+            del self._sessions[session.request_id]
+        incoming = session.incoming
+        if incoming is not None:
+            incoming.detach(session)
+            if session.live or incoming.committed:
+                self._incoming.pop(incoming.resume_id, None)
+
+    def put_resume(self, resume_id: str, resume: wire.Resume) -> None:
+        """A gateway gives the output tokens of a request that is to go on here without KV."""
+        if resume_id in self._incoming:
+            raise Refused("this resume id is in use")
+        if len(self._incoming) >= RESUMES_MAX:
+            raise Refused("too many requests are waiting to be resumed")
+        incoming = Incoming(resume_id, resume.request_id, self.engine)
+        incoming.tokens = resume.output_token_ids
+        incoming.committed = True
+        self._incoming[resume_id] = incoming
+
+    async def delete_resume(self, resume_id: str) -> None:
+        if (incoming := self._incoming.get(resume_id)) is not None:
+            await self._give_up(incoming, "the gateway gave it up")
+
+    # The handshake, as the destination.
+
+    async def reserve(self, migration_id: str, body: Reserve) -> dict[str, Any]:
+        if self.draining:
+            raise Refused("the destination is draining")
+        arriving = sum(1 for entry in self._incoming.values() if entry.rank_agents)
+        if arriving >= MIGRATIONS_IN_MAX or migration_id in self._incoming:
+            raise Refused("the destination takes no more migrations now")
+        incoming = Incoming(migration_id, body.request_id, self.engine)
+        incoming.copy = self._data.kv_format is not None and self._data.kv_format == body.kv_format
+        incoming.rank_agents = [(str(host), int(port)) for host, port in body.agents]
+        incoming.copy = incoming.copy and len(incoming.rank_agents) == len(self._data.agents)
+        incoming.read_token = body.read_token
+        self._incoming[migration_id] = incoming
+        try:
+            answer = await self.engine(
+                "reserve",
+                resume_id=migration_id,
+                token_ids=body.prompt_token_ids + body.output_token_ids,
+                cache_salt=body.cache_salt,
+                blocks=body.blocks,
+                copy=incoming.copy,
+            )
+        except BaseException:
+            del self._incoming[migration_id]
+            raise
+        if not answer["accepted"]:
+            del self._incoming[migration_id]
+            raise Refused(answer["reason"])
+        incoming.blocks = answer["reused"]
+        incoming.extend(0, body.output_token_ids)
+        return {"copy": incoming.copy, "reused": answer["reused"]}
+
+    async def stage(self, migration_id: str, body: Stage) -> dict[str, Any]:
+        incoming = self._known(migration_id)
+        fetched = await self._fetch(incoming, body, STAGE_TIMEOUT_S)
+        return {"bytes": fetched, "bound": incoming.session is not None}
+
+    async def commit(self, migration_id: str, body: Commit) -> dict[str, Any]:
+        incoming = self._known(migration_id)
+        if incoming.committed:
+            raise Refused("the migration was committed already")
+        fetched = await self._fetch(incoming, body, COMMIT_TIMEOUT_S)
+        if len(incoming.tokens) != body.output_tokens:
+            raise Refused(f"{len(incoming.tokens)} output tokens arrived, not {body.output_tokens}")
+        incoming.logprobs = body.logprobs
+        incoming.cached_tokens = body.cached_tokens
+        bound = await incoming.commit()
+        self._spawn(self._close_source(migration_id))
+        return {"bytes": fetched, "bound": bound}
+
+    async def abort(self, migration_id: str, reason: str) -> None:
+        if (incoming := self._incoming.get(migration_id)) is not None:
+            await self._give_up(incoming, f"the source gave the migration up: {reason}")
+
+    async def _give_up(self, incoming: Incoming, reason: str) -> None:
+        self._incoming.pop(incoming.resume_id, None)
+        await incoming.close(reason)
+        if incoming.rank_agents:
+            await self._close_source(incoming.resume_id)
+
+    def _known(self, migration_id: str) -> Incoming:
+        incoming = self._incoming.get(migration_id)
+        if incoming is None or incoming.closed:
+            raise Refused("the destination does not know this migration, or has given it up")
+        return incoming
+
+    async def _fetch(self, incoming: Incoming, body: Stage, timeout_s: float) -> int:
+        """Fetch a stage's blocks from the source's agents, rank by rank, and make them findable; bytes fetched."""
+        if body.blocks_from != incoming.blocks:
+            raise Refused(f"expected blocks from number {incoming.blocks} on, not {body.blocks_from}")
+        incoming.renew()
+        total = incoming.blocks + len(body.source_blocks)
+        async with incoming.lock:
+            if incoming.closed:
+                raise Refused("the migration was given up")
+            offset = len(incoming.tokens)
+            answer = await self.engine(
+                "extend", resume_id=incoming.resume_id, blocks=total, output_token_ids=body.output_token_ids
+            )
+            if not answer["accepted"]:
+                raise Refused(answer["reason"])
+            if body.tokens_from != offset:
+                raise Refused(f"expected output tokens from number {offset} on, not {body.tokens_from}")
+            fetched = 0
+            if body.source_blocks:
+                if not incoming.copy:
+                    raise Refused("this migration copies no blocks")
+                fetched = await self._pull(incoming, body.source_blocks, answer["block_ids"], timeout_s)
+                answer = await self.engine("received", resume_id=incoming.resume_id, blocks=total)
+                if not answer["accepted"]:
+                    raise Refused(answer["reason"])
+            incoming.blocks = total
+            if not isinstance(body, Commit) or body.logprobs is None:
+                incoming.extend(offset, body.output_token_ids)
+            else:
+                incoming.tokens.extend(body.output_token_ids)
+        return fetched
+
+    async def _pull(self, incoming: Incoming, source: list[int], blocks: list[int], timeout_s: float) -> int:
+        answers = await asyncio.gather(
+            *(
+                agent.order(
+                    timeout_s,
+                    op="pull",
+                    migration=incoming.resume_id,
+                    host=host,
+                    port=port,
+                    token=incoming.read_token,
+                    source_blocks=source,
+                    blocks=blocks,
+                )
+                for agent, (host, port) in zip(self._data.agents, incoming.rank_agents, strict=True)
+            )
+        )
+        return sum(int(answer["bytes"]) for answer in answers)
+
+    async def _close_source(self, migration_id: str) -> None:
+        for agent in self._data.agents:
+            try:
+                await agent.order(COMMIT_TIMEOUT_S, op="close", migration=migration_id)
+            except TransferError as error:
+                logger.warning("connection of %s not closed (it ends by itself): %s", migration_id, error)
+
+    # Migrations out.
+
+    async def migrate(self, order: wire.MigrateOrder) -> wire.MigrationResult:
+        """Move one request now. Raises NoSuchRequest, or Refused with why it cannot move."""
+        session = self._sessions.get(order.request_id)
+        if session is None:
+            raise NoSuchRequest(order.request_id)
+        if order.destination_id == self.instance_id:
+            raise Refused("the destination is the source")
+        if session.reason is not None:
+            raise Refused(f"the request cannot move: {session.reason}")
+        if order.request_id in self._outgoing:
+            raise Refused("the request is moving already")
+        if len(self._outgoing) >= MIGRATIONS_OUT_MAX:
+            raise Refused("too many requests are moving already")
+        migration = Migration(
+            session,
+            self.instance_id,
+            Destination(order.destination_id, order.destination_url),
+            self._peer,
+            self.engine,
+            self._data.agents if self._data.kv_format is not None else [],
+            self._data.kv_format,
+            self.settings.advertise_host,
+        )
+        self._outgoing[order.request_id] = migration
+        task = self._spawn(self._run(migration))
+        return await asyncio.shield(task)  # It goes on when whoever ordered it goes away.
+
+    async def _run(self, migration: Migration) -> wire.MigrationResult:
+        try:
+            return await migration.run()
+        finally:
+            del self._outgoing[migration.request_id]
+
+    def _peer(self, destination: Destination, migration_id: str) -> Peer:
+        assert self._http is not None
+        return Peer(self._http, self.settings.secret, destination, migration_id)
+
+    def pair(self, pairing: wire.Pairing | None) -> None:
+        """The leader's lease: move requests to that destination until it lapses (paper, section 4.4.3)."""
+        self._pairing = pairing
+        self._pairing_until = time.monotonic() + pairing.lease_ms / 1000 if pairing is not None else 0.0
+
+    async def _follow_pairing(self) -> None:
+        pairing = self._pairing
+        if pairing is None or time.monotonic() > self._pairing_until:
+            self._pairing = None
+            return
+        if len(self._outgoing) >= min(pairing.concurrency, MIGRATIONS_OUT_MAX):
+            return
+        chosen = self._choose(await self.engine("requests"))
+        if chosen is not None:
+            order = wire.MigrateOrder(chosen, pairing.destination_id, pairing.destination_url)
+            self._spawn(self._try_migrate(order))
+
+    async def _try_migrate(self, order: wire.MigrateOrder) -> None:
+        try:
+            await self.migrate(order)
+        except (Refused, NoSuchRequest) as refusal:
+            logger.info("migrate %s: %s", order.request_id, refusal)
+
+    def _choose(self, requests: list[dict[str, Any]]) -> str | None:
+        """Lowest execution priority first, then the shortest sequence; ties by id (paper, section 4.4.3)."""
+        candidates = [
+            (request["prompt_tokens"] + request["output_tokens"], request["request_id"])
+            for request in requests
+            if request["reason"] is None
+            and request["settled_s"] > SETTLE_S
+            and request["request_id"] not in self._outgoing
+            and (session := self._sessions.get(request["request_id"])) is not None
+            and session.reason is None
+        ]
+        return min(candidates)[1] if candidates else None
+
+    # Reports.
+
+    async def status(self) -> wire.Status:
+        requests = await self.engine("requests")
+        return wire.Status(self._report or await self._make_report(), [self._request(entry) for entry in requests])
+
+    async def arrivals(self) -> list[dict[str, Any]]:
+        """The last resumed requests, each with the tokens that its first step here computed."""
+        answer: list[dict[str, Any]] = await self.engine("arrivals")
+        return answer
+
+    def _request(self, entry: dict[str, Any]) -> wire.RequestStatus:
+        session = self._sessions.get(entry["request_id"])
+        reason = entry["reason"] or (session.reason if session is not None else "its reply has ended")
+        return wire.RequestStatus(
+            request_id=entry["request_id"],
+            state=entry["state"],
+            prompt_tokens=entry["prompt_tokens"],
+            output_tokens=entry["output_tokens"],
+            blocks=entry["blocks"],
+            movable=reason is None,
+            reason=reason,
+        )
+
+    async def reports(self) -> AsyncIterator[wire.Report]:
+        """Every report from now on; the newest at once."""
+        seen = -1
+        while True:
+            async with self._reported:
+                await self._reported.wait_for(lambda: self._report is not None and self._report.sequence > seen)
+                report = self._report
+            assert report is not None
+            seen = report.sequence
+            yield report
+
+    async def _tick_forever(self) -> None:
+        while True:
+            started = time.monotonic()
+            report = await self._make_report()
+            async with self._reported:
+                self._report = report
+                self._reported.notify_all()
+            await self._follow_pairing()
+            await self._expire()
+            await asyncio.sleep(max(0.0, started + REPORT_INTERVAL_S - time.monotonic()))
+
+    async def _expire(self) -> None:
+        now = time.monotonic()
+        for incoming in list(self._incoming.values()):
+            if incoming.deadline < now and not (incoming.session is not None and incoming.session.live):
+                await self._give_up(incoming, "nobody came for it in time")
+
+    async def _make_report(self) -> wire.Report:
+        counts = await self.engine("report")
+        running, waiting = counts["running"], counts["waiting"]
+        block_size = self._description["block_size"]
+        usage = virtual_usage_blocks(
+            [RequestUsage(blocks=blocks, demand_blocks=0, is_queued=False, is_head_of_line=False) for blocks in running]
+            + [
+                RequestUsage(blocks=0, demand_blocks=demand, is_queued=True, is_head_of_line=index == 0)
+                for index, demand in enumerate(waiting)
+            ],
+            draining=self.draining,
+        )
+        usage += counts["blocks_reserved"]
+        freeness = freeness_steps(counts["blocks_total"], usage, len(running), block_size)
+        self._sequence += 1
+        return wire.Report(
+            instance_id=self.instance_id,
+            boot_id=self.boot_id,
+            sequence=self._sequence,
+            models=self._models,
+            vllm_version=compat.vllm_version(),
+            plugin_version=__version__,
+            protocol_version=wire.PROTOCOL_VERSION,
+            kv_format=self._data.kv_format,
+            kv_reason=self._data.kv_reason,
+            block_size=block_size,
+            blocks_total=counts["blocks_total"],
+            blocks_free=counts["blocks_free"],
+            blocks_reserved=counts["blocks_reserved"],
+            requests_running=len(running),
+            requests_waiting=len(waiting),
+            requests_running_max=self._description["requests_running_max"],
+            running_by_priority={"0": len(running)},
+            waiting_by_priority={"0": len(waiting)},
+            virtual_usage_blocks=None if self.draining else usage,
+            freeness_steps=None if self.draining else freeness,
+            head_of_line_blocks=waiting[0] if waiting else 0,
+            queued_blocks=sum(waiting),
+            step_ms=counts["step_ms"],
+            draining=self.draining,
+            migrations_in=sum(1 for entry in self._incoming.values() if entry.rank_agents),
+            migrations_out=len(self._outgoing),
+        )
+
+    def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a task of the llumlet ended: %r", error, exc_info=error)
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve(wire.Message):
+    """First step of the handshake: room for a request of which ``blocks`` blocks are finished at the source."""
+
+    request_id: str
+    source_id: str
+    kv_format: str | None
+    agents: list[list[Any]]
+    """Host and port of the source's KV agent, a pair a rank."""
+    read_token: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    cache_salt: str | None
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage(wire.Message):
+    """Blocks that were finished since the last step (``source_blocks``: ids at the source), and the output tokens."""
+
+    blocks_from: int
+    source_blocks: list[int]
+    tokens_from: int
+    output_token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit(Stage):
+    """The last stage, and the end of the request at the source."""
+
+    output_tokens: int
+    logprobs: list[Any] | None
+    cached_tokens: int
+
+
+async def start_data_plane(settings: Settings, engine_client: Any, description: dict[str, Any]) -> Data:
+    """Start each worker's KV agent. Without one, or with a cache that cannot be copied, moves recompute."""
+    control_token = secrets.token_hex(16)
+    bind = "127.0.0.1" if settings.advertise_host in ("127.0.0.1", "localhost") else "0.0.0.0"  # noqa: S104
+    ranks = await compat.call_workers(engine_client, "kvferry_start_agent", control_token, bind)
+    reason = description["copy_obstacle"] or next((rank["reason"] for rank in ranks if rank["reason"]), None)
+    if reason is not None:
+        logger.warning("moves recompute instead of copying KV blocks: %s", reason)
+        return Data([], None, reason)
+    agents = [AgentClient("127.0.0.1", rank["port"], control_token) for rank in ranks]
+    return Data(agents, compat.kv_format(engine_client, [rank["layout"] for rank in ranks]), None)

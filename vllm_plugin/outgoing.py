@@ -1,0 +1,274 @@
+"""Source side, in the API server: one live migration from the first stage to the commit (paper, section 4.2).
+
+The story is ``Migration.run``. Until the destination has acknowledged the commit and the engine has detached the
+request, it belongs to this instance: whatever fails before lets it go on here. What the client is shown changes hands
+only with the ``moved`` comment, so that no failure in between can show anything twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from gateway import wire
+from vllm_plugin import compat
+from vllm_plugin.incoming import Engine, Refused
+from vllm_plugin.session import Session
+from vllm_plugin.settings import COMMIT_TIMEOUT_S, PREBIND_WAIT_S, STAGE_TIMEOUT_S, STAGES_MAX
+from vllm_plugin.transfer import AgentClient, TransferError
+
+logger = logging.getLogger("vllm.kvferry.migration")
+
+
+@dataclass(frozen=True)
+class Destination:
+    instance_id: str
+    url: str
+
+
+class Peer:
+    """The destination's handshake routes, for one migration."""
+
+    def __init__(self, http: aiohttp.ClientSession, secret: str, destination: Destination, migration_id: str) -> None:
+        self._http = http
+        self._headers = {wire.SECRET_HEADER: secret}
+        self._url = f"{destination.url.rstrip('/')}/llumlet/migrations/{migration_id}"
+
+    async def post(self, step: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """One step of the handshake. Raises Refused with the destination's reason, also when it cannot be reached."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._http.post(
+                f"{self._url}/{step}", json=body, headers=self._headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                answer = await response.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise Refused(f"the destination did not answer {step}: {error!r}") from error
+        if response.status != 200 or not isinstance(answer, dict):
+            error_body = answer.get("error") if isinstance(answer, dict) else None
+            reason = error_body.get("message") if isinstance(error_body, dict) else None
+            raise Refused(str(reason or f"the destination answered {step} with status {response.status}"))
+        return answer
+
+
+@dataclass
+class Sent:
+    """What the destination has so far."""
+
+    blocks: int = 0
+    tokens: int = 0
+    reused: int = 0
+    bytes: int = 0
+    stages: int = 0
+    bound: bool = False
+
+
+class Migration:
+    """One request on its way out."""
+
+    def __init__(
+        self,
+        session: Session,
+        source_id: str,
+        destination: Destination,
+        peer_of: Any,
+        engine: Engine,
+        agents: list[AgentClient],
+        kv_format: str | None,
+        advertise_host: str,
+    ) -> None:
+        self.migration_id = secrets.token_hex(8)
+        self.session = session
+        self.destination = destination
+        self._source_id = source_id
+        self._peer: Peer = peer_of(destination, self.migration_id)
+        self._engine = engine
+        self._agents = agents
+        self._kv_format = kv_format
+        self._advertise_host = advertise_host
+        self._read_token = secrets.token_hex(16)
+        self._sent = Sent()
+        self._copy = False
+        self._preemptions = 0
+        self._final_ms = 0.0
+        self._started = time.monotonic()
+
+    @property
+    def request_id(self) -> str:
+        return self.session.request_id
+
+    async def run(self) -> wire.MigrationResult:
+        """Move the request. Never raises for what a peer does: the result says how it ended."""
+        reason: str | None = None
+        try:
+            await self._reserve()
+            await self._copy_stages()
+            await self._final_stage()
+        except (Refused, TransferError) as refusal:
+            reason = str(refusal)
+            await self._give_up(reason)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._give_up("the source is shutting down"))
+            raise
+        finally:
+            await self._close_agents()
+        result = self._result(reason)
+        logger.info(
+            "migrate %s %s->%s %s at output token %d: %d stages, %d blocks sent, %d reused, %.1f ms, final %.1f ms%s",
+            self.request_id, self._source_id, self.destination.instance_id, result.outcome, result.output_tokens,
+            result.stages, result.blocks_sent, result.blocks_reused, result.duration_ms, result.final_ms,
+            f": {reason}" if reason else "",
+        )  # fmt: skip
+        return result
+
+    async def _reserve(self) -> None:
+        begun = await self._engine("export", request_id=self.request_id)
+        self._check(begun)
+        self._preemptions = begun["preemptions"]
+        blocks = len(begun["block_ids"])
+        self._sent.tokens = len(begun["output_token_ids"])
+        answer = await self._peer.post(
+            "reserve",
+            {
+                "request_id": self.request_id,
+                "source_id": self._source_id,
+                "kv_format": self._kv_format,
+                "agents": [[self._advertise_host, agent.port] for agent in self._agents],
+                "read_token": self._read_token,
+                "prompt_token_ids": begun["prompt_token_ids"],
+                "output_token_ids": begun["output_token_ids"],
+                "cache_salt": begun["cache_salt"],
+                "blocks": blocks,
+            },
+            STAGE_TIMEOUT_S,
+        )
+        self._copy = bool(answer["copy"])
+        self._sent.blocks = self._sent.reused = int(answer["reused"])
+        if self.session.send_comment is not None:
+            self.session.send_comment(wire.Prebind(self.migration_id, self.destination.instance_id))
+
+    async def _copy_stages(self) -> None:
+        """Send what is finished, then what was finished meanwhile, until next to nothing is left (paper, Fig. 7)."""
+        prebind_deadline = time.monotonic() + PREBIND_WAIT_S
+        for _ in range(STAGES_MAX):
+            progress = await self._engine(
+                "export", request_id=self.request_id, blocks_from=self._sent.blocks, tokens_from=self._sent.tokens
+            )
+            self._check(progress)
+            sent_blocks = await self._send("stage", progress, STAGE_TIMEOUT_S)
+            waits_for_gateway = (
+                self.session.send_comment is not None
+                and not self._sent.bound
+                and time.monotonic() < prebind_deadline
+            )
+            if sent_blocks <= 1 and not waits_for_gateway:
+                return
+            if sent_blocks <= 1:
+                await asyncio.sleep(0.005)
+
+    async def _final_stage(self) -> None:
+        frozen = await self._engine(
+            "freeze",
+            request_id=self.request_id,
+            preemptions=self._preemptions,
+            blocks_from=self._sent.blocks,
+            tokens_from=self._sent.tokens,
+        )
+        started = time.monotonic()
+        self._check(frozen, frozen=True)
+        await self._send("commit", frozen, COMMIT_TIMEOUT_S)
+        self._final_ms = (time.monotonic() - started) * 1000
+        answer = await self._engine("detach", request_id=self.request_id)
+        if not answer["detached"]:
+            raise Refused("the request went on here, or ended, before the commit was acknowledged")
+        self.session.leave(wire.Moved(self.migration_id, self.destination.instance_id, self._sent.tokens))
+
+    async def _send(self, step: str, progress: dict[str, Any], timeout_s: float) -> int:
+        """Tell the destination to fetch the new blocks; the number of blocks."""
+        blocks = progress["block_ids"] if self._copy else []
+        body: dict[str, Any] = {
+            "blocks_from": self._sent.blocks,
+            "source_blocks": blocks,
+            "tokens_from": self._sent.tokens,
+            "output_token_ids": progress["output_token_ids"],
+        }
+        if step == "commit":
+            total = self._sent.tokens + len(progress["output_token_ids"])
+            body |= {
+                "output_tokens": total,
+                "logprobs": await self._logprobs(total),
+                "cached_tokens": compat.cached_tokens(self.session.state),
+            }
+        if blocks:
+            await asyncio.gather(
+                *(
+                    agent.order(timeout_s, op="grant", token=self._read_token, blocks=blocks, ttl_s=timeout_s)
+                    for agent in self._agents
+                )
+            )
+        answer = await self._peer.post(step, body, timeout_s)
+        self._sent.blocks += len(blocks)
+        self._sent.tokens += len(progress["output_token_ids"])
+        self._sent.bytes += int(answer["bytes"])
+        self._sent.bound = bool(answer["bound"])
+        self._sent.stages += 1
+        return len(blocks)
+
+    async def _logprobs(self, count: int) -> list[Any] | None:
+        """For a JSON reply the destination needs the log probabilities of the tokens made here; a stream has had them."""
+        session = self.session
+        if not session.final_only:
+            return None
+        deadline = time.monotonic() + 1.0
+        while compat.front_end_tokens(session.state) < count:
+            if time.monotonic() > deadline:
+                raise Refused("the front end has not caught up with the engine")
+            await asyncio.sleep(0)
+        return compat.export_logprobs(session.state, count)
+
+    def _check(self, progress: dict[str, Any], *, frozen: bool = False) -> None:
+        """The paper's check after each stage: has the request finished, or lost its blocks?"""
+        if progress["state"] != ("migrating" if frozen else "running"):
+            raise Refused(progress["reason"] or f"the request is {progress['state']}")
+        if self._sent.stages and progress["preemptions"] != self._preemptions:
+            raise Refused("the request was preempted")
+
+    async def _give_up(self, reason: str) -> None:
+        await self._engine("unfreeze", request_id=self.request_id)
+        try:
+            await self._peer.post("abort", {"reason": reason}, COMMIT_TIMEOUT_S)
+        except Refused as refusal:
+            logger.info("abort of %s not acknowledged (its lease ends by itself): %s", self.migration_id, refusal)
+        if self.session.send_comment is not None:
+            self.session.send_comment(wire.Unbind(self.migration_id))
+
+    async def _close_agents(self) -> None:
+        for agent in self._agents:
+            try:
+                await agent.order(COMMIT_TIMEOUT_S, op="revoke", token=self._read_token)
+            except TransferError as error:
+                logger.warning("grant of %s not revoked (it ends by itself): %s", self.migration_id, error)
+
+    def _result(self, reason: str | None) -> wire.MigrationResult:
+        sent = self._sent
+        return wire.MigrationResult(
+            migration_id=self.migration_id,
+            request_id=self.request_id,
+            source_id=self._source_id,
+            destination_id=self.destination.instance_id,
+            outcome="aborted" if reason else "committed",
+            reason=reason,
+            stages=sent.stages,
+            blocks_sent=sent.blocks - sent.reused,
+            blocks_reused=sent.reused,
+            bytes_sent=sent.bytes,
+            output_tokens=sent.tokens,
+            duration_ms=round((time.monotonic() - self._started) * 1000, 3),
+            final_ms=round(self._final_ms, 3),
+        )

@@ -1,0 +1,163 @@
+"""One managed request in this API server: from the HTTP request's arrival to the end of its reply.
+
+A session ties three things together: the ASGI middleware, which holds the reply's bytes; the generator that vLLM's
+serving code consumes, which knows which tokens have become bytes; and a migration, in or out. The rule that makes the
+seam exact: when the consumer asks for the next output, all bytes of the previous ones have been sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from gateway.wire import Moved, StreamComment
+from vllm_plugin import compat
+
+if TYPE_CHECKING:
+    from vllm_plugin.incoming import Incoming
+
+current_session: ContextVar[Session | None] = ContextVar("kvferry_session", default=None)
+
+
+class ResumeFailed(Exception):
+    """The request cannot go on here; the gateway is told so with 410 and tries elsewhere."""
+
+
+class Session:
+    """State of one managed request. ``moved`` and ``failed`` end the reply early, ``live`` opens a resumed one."""
+
+    def __init__(self, request_id: str, incoming: Incoming | None, engine_client: Any) -> None:
+        self.request_id = request_id
+        self.incoming = incoming
+        self.reason: str | None = "it has not started"
+        """Why the request cannot move, ``None`` if it can."""
+        self.state: Any = None
+        """The front end's RequestState, once the request is registered there."""
+        self.final_only = False
+        """Whether the reply is one JSON document: then nothing is sent before the end."""
+        self.live = incoming is None
+        self.drained = asyncio.Event()
+        """Resumed: all that was replayed has been turned into bytes, and dropped."""
+        self.ended = asyncio.Event()
+        self.moved: Moved | None = None
+        self.failed: str | None = None
+        self.finished = False
+        self.send_comment: Callable[[StreamComment], None] | None = None
+        """Set by the middleware while an event stream is under way; does not wait for a slow reader."""
+        self.open_reply: Callable[[], Awaitable[None]] | None = None
+        """Set by the middleware: send the start of a resumed reply that was held back."""
+        self._engine_client = engine_client
+        self._generations = 0
+        self._seen_tokens = 0
+        self._consumer_waits = False
+        self._leaving: Moved | None = None
+
+    def __repr__(self) -> str:
+        return f"<Session {self.request_id} live={self.live} tokens={self._seen_tokens} moved={self.moved}>"
+
+    def fail(self, reason: str) -> None:
+        """End a resumed reply that has not begun."""
+        if not self.ended.is_set():
+            self.failed = reason
+            self.ended.set()
+
+    def leave(self, moved: Moved) -> None:
+        """The request goes on elsewhere after ``moved.output_tokens``: end the reply when all of them are sent."""
+        self._leaving = moved
+        self.check()
+
+    def generate(
+        self,
+        original: Callable[..., AsyncGenerator[Any, None]],
+        prompt: Any,
+        sampling_params: Any,
+        external_id: str,
+        options: dict[str, Any],
+    ) -> AsyncGenerator[Any, None]:
+        """vLLM's ``generate`` for this session. Several calls (prompts, beams) make the request one that stays."""
+        self._generations += 1
+        return self._generate(original, prompt, sampling_params, external_id, options)
+
+    async def _generate(
+        self,
+        original: Callable[..., AsyncGenerator[Any, None]],
+        prompt: Any,
+        sampling_params: Any,
+        external_id: str,
+        options: dict[str, Any],
+    ) -> AsyncGenerator[Any, None]:
+        if self._generations > 1:
+            self.reason = "several prompts or beams"
+            self._refuse_to_resume()
+            async for output in original(prompt, sampling_params, external_id, **options):
+                yield output
+            return
+        self._mark(sampling_params)
+        stream = original(prompt, sampling_params, external_id, **options)
+        # The first step registers the request with front end and engine, then waits for output: meanwhile, attach.
+        first: asyncio.Future[Any] | None = asyncio.ensure_future(anext(stream))
+        try:
+            await self._attach(first, external_id, sampling_params, options)
+            while True:
+                self._consumer_waits = True
+                self.check()
+                try:
+                    output = await first if first is not None else await anext(stream)
+                except StopAsyncIteration:
+                    return
+                first = None
+                self._consumer_waits = False
+                self._seen_tokens += len(output.outputs[0].token_ids)
+                self.finished = self.finished or output.finished
+                yield output
+        finally:
+            if first is not None and not first.done():
+                first.cancel()
+                await asyncio.wait([first])
+            await stream.aclose()
+
+    def _mark(self, sampling_params: Any) -> None:
+        extra = dict(sampling_params.extra_args or {})
+        extra[compat.REQUEST_KEY] = self.request_id
+        if self.incoming is not None:
+            extra[compat.RESUME_KEY] = self.incoming.resume_id
+        sampling_params.extra_args = extra
+        self.final_only = compat.is_final_only(sampling_params)
+
+    async def _attach(
+        self, first: asyncio.Future[Any], external_id: str, sampling_params: Any, options: dict[str, Any]
+    ) -> None:
+        while not first.done():
+            self.state = compat.front_end_state(self._engine_client, external_id)
+            if self.state is not None:
+                break
+            await asyncio.sleep(0)
+        else:
+            return  # It was refused: whoever awaits ``first`` gets the reason.
+        self.reason = compat.why_cannot_move(self._engine_client, sampling_params, options)
+        if self.incoming is not None:
+            self._refuse_to_resume()
+            self.incoming.attach(self)
+
+    def _refuse_to_resume(self) -> None:
+        if self.incoming is not None and self.reason is not None:
+            self.fail(self.reason)
+            raise ResumeFailed(self.reason)
+
+    def check(self) -> None:
+        """Fire what waits for the consumer: a replay that is through, or the move away."""
+        incoming = self.incoming
+        if incoming is not None and not self.live and incoming.committed and incoming.replayed == len(incoming.tokens):
+            if self._has_sent(len(incoming.tokens)):
+                self.live = True
+                self.drained.set()
+        leaving = self._leaving
+        if leaving is not None and self.moved is None and not self.finished and self._has_sent(leaving.output_tokens):
+            self.moved = leaving
+            self.ended.set()
+
+    def _has_sent(self, output_tokens: int) -> bool:
+        """Whether that many tokens have become bytes; a JSON document is only made at the end, so it never lags."""
+        return self.final_only or (self._consumer_waits and self._seen_tokens >= output_tokens)

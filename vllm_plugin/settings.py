@@ -1,0 +1,54 @@
+"""What the plugin reads from the environment, and its limits. Standard library only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gateway.wire import is_identifier
+
+REPORT_INTERVAL_S = 0.1
+RESERVATION_LEASE_S = 15.0
+"""A destination frees what it set aside for a migration that has been silent for so long."""
+UNCLAIMED_LEASE_S = 30.0
+"""A committed request that no gateway has opened is given up after this."""
+FREEZE_LIMIT_S = 5.0
+"""A source decodes on by itself when a final stage has not ended after this."""
+STAGE_TIMEOUT_S = 30.0
+COMMIT_TIMEOUT_S = 4.0
+"""Less than FREEZE_LIMIT_S: a commit is never answered after its source has gone on by itself."""
+PREBIND_WAIT_S = 3.0
+"""How long a source goes on decoding for the gateway to open the request at the destination."""
+MIGRATIONS_IN_MAX = 4
+MIGRATIONS_OUT_MAX = 4
+STAGES_MAX = 64
+RESUMES_MAX = 4096
+SETTLE_S = 1.0
+"""A request that has just arrived is not picked to move on by a pairing before this."""
+
+
+class SettingsError(RuntimeError):
+    """The server cannot run with kvferry as it was started; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    secret: str
+    instance_id: str | None
+    advertise_host: str
+    """Address under which peers reach this instance's KV agents."""
+
+
+def settings_from_environment(environment: Mapping[str, str] = os.environ) -> Settings:
+    """Read ``KVFERRY_*``; raises SettingsError with a sentence that says what to do."""
+    secret = environment.get("KVFERRY_SECRET", "")
+    if not secret:
+        raise SettingsError(
+            "kvferry needs KVFERRY_SECRET: the secret that the gateway and all instances share. "
+            "Set it to the same random string everywhere, or take kvferry out of VLLM_PLUGINS."
+        )
+    instance_id = environment.get("KVFERRY_INSTANCE_ID") or None
+    if instance_id is not None and not is_identifier(instance_id):
+        raise SettingsError("KVFERRY_INSTANCE_ID may hold letters, digits and . _ : - only, 128 characters at most.")
+    return Settings(secret, instance_id, environment.get("KVFERRY_ADVERTISE_HOST", "127.0.0.1"))
