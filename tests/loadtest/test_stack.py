@@ -59,7 +59,7 @@ async def test_a_server_that_dies_fails_the_start_with_the_end_of_its_log(tmp_pa
 async def test_a_start_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) -> None:
     stack = build_stack(tmp_path, vllm_arguments=["--hang"])
     start = asyncio.create_task(stack.__aenter__())
-    while not stack.instances or "hanging" not in stack.instances[-1].log.read_text().splitlines():  # noqa: ASYNC110
+    while not stack.instances or "hanging" not in stack.instances[-1].log.read_text().splitlines():
         await asyncio.sleep(0.01)
 
     start.cancel()
