@@ -118,9 +118,13 @@ class Leg:
         response = await self._response()
         live = self._read_once or self.head_budget_s is not None
         budget_s = self._budgets.event_gap_s if live else self._budgets.first_byte_s
-        with _mapped(self.instance_id, "between events"):
-            async with asyncio.timeout(budget_s):
-                data = await response.content.readany()
+        try:
+            with _mapped(self.instance_id, "between events"):
+                async with asyncio.timeout(budget_s):
+                    data = await response.content.readany()
+        except LegCut:
+            if not (data := _arrived(response.content)):
+                raise
         self._read_once = True
         return data
 
@@ -227,6 +231,11 @@ class Backend:
                     )
         except LegError as error:
             return error
+
+
+def _arrived(content: aiohttp.StreamReader) -> bytes:
+    """What came in before a connection failed. aiohttp has no public way to it, and would drop good events."""
+    return content._read_nowait(-1) if content._buffer else b""
 
 
 @contextlib.contextmanager
