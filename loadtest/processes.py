@@ -82,7 +82,8 @@ class ManagedProcess:
             return
 
     def _is_gone(self) -> bool:
-        self._process.poll()  # Reap the leader, or the group would never be empty.
+        if self._process.poll() is None:  # The leader is ours to reap.
+            return False
         try:
             os.killpg(self.pid, 0)
         except (ProcessLookupError, PermissionError):

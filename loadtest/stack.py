@@ -21,7 +21,7 @@ from typing import Self
 import httpx
 
 from gateway.wire import SECRET_HEADER
-from loadtest.processes import ManagedProcess, end_all, free_port
+from loadtest.processes import TERMINATE_TIMEOUT_S, ManagedProcess, end_all, free_port
 from loadtest.progress import Progress
 from loadtest.redis_server import RedisServer
 from loadtest.test_model import MODEL_DIRECTORY, MODEL_NAME
@@ -33,6 +33,8 @@ MAX_MODEL_LENGTH = 8192
 INSTANCE_TIMEOUT_S = 600.0
 GATEWAY_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.5
+VLLM_COMMAND = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+"""`vllm serve` asks for a distribution named vllm, which the CPU build is not."""
 
 PHASES = (
     ("Application startup complete", "ready"),
@@ -83,6 +85,7 @@ class Stack:
         gateway: bool = True,
         policy: str = "none",
         plugin: bool = True,
+        vllm_command: Sequence[str] = VLLM_COMMAND,
         model_directory: Path = MODEL_DIRECTORY,
         vllm_arguments: Sequence[str] = (),
         vllm_environment: Mapping[str, str] | None = None,
@@ -90,6 +93,8 @@ class Stack:
         gateway_port: int | None = None,
         log_directory: Path | None = None,
         progress: Progress | None = None,
+        start_timeout_s: float = INSTANCE_TIMEOUT_S,
+        terminate_timeout_s: float = TERMINATE_TIMEOUT_S,
     ):
         self.secret = secrets.token_urlsafe(24)
         self.admin_key = f"kvferry-admin-{secrets.token_urlsafe(12)}"
@@ -105,11 +110,14 @@ class Stack:
         self._with_plugin = plugin
         self._policy = policy
         self._model_directory = model_directory.resolve()
+        self._vllm_command = list(vllm_command)
         self._vllm_arguments = list(vllm_arguments)
         self._vllm_environment = dict(vllm_environment or {})
         self._gateway_environment = dict(gateway_environment or {})
         self._gateway_port = gateway_port
         self._progress = progress or Progress()
+        self._start_timeout_s = start_timeout_s
+        self._terminate_timeout_s = terminate_timeout_s
         self._resources = ExitStack()
 
     async def __aenter__(self) -> Self:
@@ -131,7 +139,7 @@ class Stack:
         if self.gateway is not None:
             processes.append(self.gateway)
         try:
-            end_all(processes)
+            end_all(processes, self._terminate_timeout_s)
         finally:
             self._resources.close()
 
@@ -157,7 +165,7 @@ class Stack:
             f"starting {self._instances_total} vLLM servers (usually 40 to 90 s; logs in {self.log_directory})",
             {instance.id: lambda instance=instance: _phase(instance.log) for instance in self.instances},  # type: ignore[misc]
             self._instances_ready,
-            INSTANCE_TIMEOUT_S,
+            self._start_timeout_s,
         )
         if self._with_gateway:
             self._start_gateway()
@@ -178,9 +186,7 @@ class Stack:
             "KVFERRY_INSTANCE_ID": instance_id,
             **self._vllm_environment,
         }
-        # `vllm serve` asks for a distribution named vllm, which the CPU build is not.
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(self._model_directory), "--served-model-name", self.model]
+        command = [*self._vllm_command, "--model", str(self._model_directory), "--served-model-name", self.model]
         command += ["--host", HOST, "--port", str(port), "--dtype", "float32"]
         command += ["--block-size", str(BLOCK_SIZE), "--max-model-len", str(MAX_MODEL_LENGTH)]
         # Compiling takes a minute and a C++ compiler, and gains little on a model this small.
@@ -224,7 +230,7 @@ class Stack:
     ) -> None:
         deadline = time.monotonic() + timeout_s
         with self._progress.step(what) as step:
-            async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+            async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
                 while not await ready(client):
                     self.require_running()
                     if time.monotonic() > deadline:

@@ -152,7 +152,9 @@ def build_tokenizer() -> Any:
 def build_model(tokenizer: Any) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
