@@ -54,6 +54,11 @@ def loses_after(tokens: int, how: str) -> Script:
     return script
 
 
+async def resets(exchange: Exchange) -> None:
+    """Dies without a word."""
+    await exchange.reset()
+
+
 async def end(exchange: Exchange, how: str) -> None:
     match how:
         case "fin":

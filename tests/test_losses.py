@@ -10,7 +10,7 @@ import pytest
 from gateway.config import Budgets
 from tests.conftest import StartGateway, free_port, until
 from tests.fake_instance import Exchange, Generation, error_body, generate, instances, token_ids
-from tests.scripts import answers, gone, in_turn, loses_after, moves_after, normal, prebind, silent, starts_and_waits
+from tests.scripts import answers, gone, in_turn, loses_after, moves_after, normal, prebind, resets, silent, starts_and_waits
 
 ENDS = ("fin", "clean", "cut", "reset")
 
@@ -99,7 +99,7 @@ async def test_an_instance_that_is_gone_is_passed_over(start_gateway: StartGatew
 async def test_at_most_three_instances_are_tried(start_gateway: StartGateway) -> None:
     async with instances("a", "b", "c", "d") as fakes, start_gateway(*fakes) as running:
         for fake in fakes:
-            fake.script = loses_after(0, "reset")
+            fake.script = resets
         response = await running.chat()
         assert response.status_code == 502
         assert sum(len(fake.received) for fake in fakes) == 3
@@ -155,7 +155,7 @@ async def test_the_second_instances_refusal_comes_through_too(start_gateway: Sta
         await exchange.json(400, error_body("too long", "BadRequestError", 400))
 
     async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
-        a.script, b.script = loses_after(0, "reset"), refuse
+        a.script, b.script = resets, refuse
         response = await running.chat(stream=True)
         assert response.status_code == 400
         assert response.json() == error_body("too long", "BadRequestError", 400)

@@ -41,10 +41,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """``output_tokens``: how many tokens the reply must follow on."""
+    """``output_tokens``: how many tokens the reply must follow on. ``own``: we gave them to the instance ourselves."""
 
     resume_id: str
     output_tokens: int
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Head:
 
     def end_to_end(self) -> tuple[tuple[str, str], ...]:
         """The headers for the client: none that belong to this connection, none that the gateway says itself."""
-        named = {name.strip().lower() for name in self.headers.get("connection", "").split(",")}
+        named = {name.strip().lower() for line in self.headers.getall("connection", []) for name in line.split(",")}
         return tuple(
             (name, value)
             for name, value in self.headers.items()
