@@ -29,7 +29,7 @@ from gateway.serving.relay import Relay
 from gateway.serving.reply import Reply, Send
 from gateway.serving.serve import Server
 from gateway.serving.session import Sessions
-from gateway.telemetry import Counters, log, run_forever
+from gateway.telemetry import Counters, cancel_all, log, run_forever
 
 RECORDS_INTERVAL_S = 0.2
 
@@ -102,9 +102,7 @@ class Gateway:
         log("started", gateway=self.gateway_id, instances_healthy=self.members.healthy_count())
 
     async def stop(self) -> None:
-        for loop in self._loops:
-            loop.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
+        await cancel_all(self._loops)
         await self.leader.release()
         await self.records.flush()
         await self.backend.close()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 logger = logging.getLogger("kvferry")
 
@@ -57,3 +57,21 @@ async def run_forever(name: str, tick: Callable[[], Awaitable[None]], interval_s
             counters.add(f"{name}_loop_failures")
             logger.exception("%s: a round failed", name)
         await asyncio.sleep(interval_s)
+
+
+async def cancel_all(loops: Collection[asyncio.Task[None]]) -> None:
+    """Waits until they have ended. Asked again, because a library's own time-out can swallow a cancellation."""
+    running = set(loops)
+    while running:
+        for loop in running:
+            loop.cancel()
+        _, running = await asyncio.wait(running, timeout=0.1)
+
+
+async def cancel_all(loops: Collection[asyncio.Task[None]]) -> None:
+    """Waits until they have ended. Asked again, because a library's own time-out can swallow a cancellation."""
+    running = set(loops)
+    while running:
+        for loop in running:
+            loop.cancel()
+        _, running = await asyncio.wait(running, timeout=0.1)

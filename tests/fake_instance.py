@@ -137,9 +137,10 @@ class Generation:
             choice |= {"stop_reason": None, "prompt_token_ids": prompt_ids, "token_ids": ids}
         return self._event([choice], {})
 
-    def rest(self, begin: int = 0) -> list[bytes]:
-        """Everything from token number ``begin`` on, [DONE] included; the role too, if that is the whole."""
-        blocks = [self.role()] if self.chat and begin == 0 else []
+    def rest(self, begin: int | None = None) -> list[bytes]:
+        """What follows ``begin`` tokens, [DONE] included; without ``begin`` the whole, which has the role."""
+        blocks = [self.role()] if self.chat and begin is None else []
+        begin = begin or 0
         blocks += [self.token(index) for index in range(begin, self.tokens)]
         if self.usage_asked:
             prompt = len(PROMPT_TOKEN_IDS)
@@ -190,13 +191,15 @@ async def generate(exchange: Exchange) -> None:
     """The default script: all at once, or what follows a resume."""
     instance, request = exchange.instance, exchange.request
     generation = Generation(request, instance.created)
-    begin, headers = 0, {}
+    begin: int | None = None
+    headers: dict[str, str] = {}
     if request.resume_id is not None:
         resumed = await instance.resumed(request.resume_id)
         if resumed is None:
             await exchange.json(410, error_body("The migration was aborted.", "Gone", 410))
             return
-        begin, headers = resumed, {wire.RESUMED_HEADER: wire.encode_resumed_header(request.resume_id, resumed)}
+        begin = resumed
+        headers = {wire.RESUMED_HEADER: wire.encode_resumed_header(request.resume_id, resumed)}
     if request.json.get("stream"):
         await exchange.start(200, headers)
         await exchange.send(*generation.rest(begin))
@@ -390,5 +393,8 @@ async def _read_request(reader: asyncio.StreamReader) -> Received | None:
 
 @contextlib.asynccontextmanager
 async def instances(*ids: str) -> AsyncIterator[list[FakeInstance]]:
+    """The first is by far the freest, so that dispatch begins there."""
     async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(FakeInstance(instance_id)) for instance_id in ids]
+        fakes = [FakeInstance(instance_id, freeness_steps=600.0) for instance_id in ids]
+        fakes[0].freeness_steps = 15_000.0
+        yield [await stack.enter_async_context(fake) for fake in fakes]

@@ -121,6 +121,9 @@ class Llumlet:
     def close_session(self, session: Session) -> None:
         if self._sessions.get(session.request_id) is session:
             del self._sessions[session.request_id]
+        outgoing = self._outgoing.get(session.request_id)
+        if outgoing is not None and outgoing.session is session and not session.is_leaving:
+            outgoing.stop("the reply has ended")
         incoming = session.incoming
         if incoming is not None:
             incoming.detach(session)

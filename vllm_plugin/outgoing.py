@@ -98,34 +98,42 @@ class Migration:
         self._preemptions = 0
         self._final_ms = 0.0
         self._started = time.monotonic()
+        self._stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
     def request_id(self) -> str:
         return self.session.request_id
 
+    def stop(self, reason: str) -> None:
+        """The reply has ended (the client left, or the request finished): give up at once."""
+        if not self._stopped.done():
+            self._stopped.set_result(reason)
+
     async def run(self) -> wire.MigrationResult:
         """Move the request. Never raises for what a peer does: the result says how it ended."""
+        steps = asyncio.create_task(self._steps())
         reason: str | None = None
         try:
-            await self._reserve()
-            await self._copy_stages()
-            await self._final_stage()
+            await asyncio.wait([steps, self._stopped], return_when=asyncio.FIRST_COMPLETED)
+            if steps.done():
+                await steps
+            else:
+                reason = self._stopped.result()
         except (Refused, TransferError) as refusal:
             reason = str(refusal)
-            await self._give_up(reason)
-        except asyncio.CancelledError:
-            await asyncio.shield(self._give_up("the source is shutting down"))
-            raise
         finally:
+            if not steps.done():
+                steps.cancel()
+                await asyncio.wait([steps])
             await self._close_agents()
-        result = self._result(reason)
-        logger.info(
-            "migrate %s %s->%s %s at output token %d: %d stages, %d blocks sent, %d reused, %.1f ms, final %.1f ms%s",
-            self.request_id, self._source_id, self.destination.instance_id, result.outcome, result.output_tokens,
-            result.stages, result.blocks_sent, result.blocks_reused, result.duration_ms, result.final_ms,
-            f": {reason}" if reason else "",
-        )  # fmt: skip
-        return result
+        if reason is not None:
+            await self._give_up(reason)
+        return self._log(self._result(reason))
+
+    async def _steps(self) -> None:
+        await self._reserve()
+        await self._copy_stages()
+        await self._final_stage()
 
     async def _reserve(self) -> None:
         begun = await self._engine("export", request_id=self.request_id)
@@ -254,6 +262,15 @@ class Migration:
                 await agent.order(COMMIT_TIMEOUT_S, op="revoke", token=self._read_token)
             except TransferError as error:
                 logger.warning("grant of %s not revoked (it ends by itself): %s", self.migration_id, error)
+
+    def _log(self, result: wire.MigrationResult) -> wire.MigrationResult:
+        logger.info(
+            "migrate %s %s->%s %s at output token %d: %d stages, %d blocks sent, %d reused, %.1f ms, final %.1f ms%s",
+            self.request_id, self._source_id, self.destination.instance_id, result.outcome, result.output_tokens,
+            result.stages, result.blocks_sent, result.blocks_reused, result.duration_ms, result.final_ms,
+            f": {result.reason}" if result.reason else "",
+        )  # fmt: skip
+        return result
 
     def _result(self, reason: str | None) -> wire.MigrationResult:
         sent = self._sent

@@ -63,6 +63,11 @@ class Session:
             self.failed = reason
             self.ended.set()
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a migration away is committed."""
+        return self._leaving is not None
+
     def leave(self, moved: Moved) -> None:
         """The request goes on elsewhere after ``moved.output_tokens``: end the reply when all of them are sent."""
         self._leaving = moved

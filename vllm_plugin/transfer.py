@@ -202,10 +202,7 @@ class KvAgent:
             case "pull":
                 return {"bytes": self._pull(message)}
             case "close":
-                with self._lock:
-                    source = self._sources.pop(str(message["migration"]), None)
-                if source is not None:
-                    source.connection.close()
+                self._close_source(str(message["migration"]))
                 return {}
             case other:
                 raise TransferError(f"unknown order {other!r}")
@@ -257,13 +254,18 @@ class KvAgent:
             raise TransferError("as many destination blocks as source blocks are needed")
         if any(not 0 <= block < self._store.blocks_total for block in destination_blocks):
             raise TransferError("a destination block does not exist")
-        source = self._source(str(message["migration"]), message)
-        with source.lock:
-            send_message(source.connection, {"blocks": source_blocks})
-            head = receive_message(source.connection)
-            if head is None or "error" in head:
-                raise TransferError(f"the source refused: {head['error'] if head else 'connection closed'}")
-            return self._receive_blocks(source.connection, destination_blocks)
+        migration = str(message["migration"])
+        source = self._source(migration, message)
+        try:
+            with source.lock:
+                send_message(source.connection, {"blocks": source_blocks})
+                head = receive_message(source.connection)
+                if head is None or "error" in head:
+                    raise TransferError(f"the source refused: {head['error'] if head else 'connection closed'}")
+                return self._receive_blocks(source.connection, destination_blocks)
+        except BaseException:
+            self._close_source(migration)  # What is left unread on it must not be taken for the next blocks.
+            raise
 
     def _receive_blocks(self, connection: socket.socket, blocks: list[int]) -> int:
         step = self._blocks_per_chunk()
@@ -279,6 +281,12 @@ class KvAgent:
             self._store.scatter(chunk_blocks, data)
             total += length
         return total
+
+    def _close_source(self, migration: str) -> None:
+        with self._lock:
+            source = self._sources.pop(migration, None)
+        if source is not None:
+            source.connection.close()
 
     def _source(self, migration: str, message: dict[str, Any]) -> _Source:
         with self._lock:

@@ -55,8 +55,8 @@ class Discovery:
                 self._llumlets.status(url), self._llumlets.health(url), self._llumlets.model_cards(url)
             )
         except GatewayError as error:
-            self._members.lost(url, error.message)
-            self._say(url, f"unhealthy {error.message}")
+            if self._members.lost(url, error.message, time.monotonic()):
+                self._say(url, f"unhealthy {error.message}")
             return
         self._accept(url, status.report, cards)
 

@@ -53,7 +53,7 @@ class Records:
             if pending:
                 await self._store.write_owners(pending)
             if migrations:
-                await self._store.add_migrations(list(reversed(migrations)))
+                await self._store.add_migrations(migrations)
         except StoreUnavailable as error:
             self._pending = pending | self._pending
             self._migrations.extendleft(reversed(migrations[: MIGRATIONS_PENDING_MAX - len(self._migrations)]))

@@ -41,10 +41,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """``output_tokens``: how many tokens the reply must follow on."""
+    """``output_tokens``: how many tokens the reply must follow on. ``own``: we gave them to the instance ourselves."""
 
     resume_id: str
     output_tokens: int
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Head:
 
     def end_to_end(self) -> tuple[tuple[str, str], ...]:
         """The headers for the client: none that belong to this connection, none that the gateway says itself."""
-        named = {name.strip().lower() for name in self.headers.get("connection", "").split(",")}
+        named = {name.strip().lower() for line in self.headers.getall("connection", []) for name in line.split(",")}
         return tuple(
             (name, value)
             for name, value in self.headers.items()
@@ -118,9 +119,13 @@ class Leg:
         response = await self._response()
         live = self._read_once or self.head_budget_s is not None
         budget_s = self._budgets.event_gap_s if live else self._budgets.first_byte_s
-        with _mapped(self.instance_id, "between events"):
-            async with asyncio.timeout(budget_s):
-                data = await response.content.readany()
+        try:
+            with _mapped(self.instance_id, "between events"):
+                async with asyncio.timeout(budget_s):
+                    data = await response.content.readany()
+        except LegCut:
+            if not (data := _arrived(response.content)):
+                raise
         self._read_once = True
         return data
 
@@ -227,6 +232,11 @@ class Backend:
                     )
         except LegError as error:
             return error
+
+
+def _arrived(content: aiohttp.StreamReader) -> bytes:
+    """What came in before a connection failed. aiohttp has no public way to it, and would drop good events."""
+    return content._read_nowait(-1) if content._buffer else b""
 
 
 @contextlib.contextmanager

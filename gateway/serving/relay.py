@@ -175,15 +175,17 @@ def _moved(head: Head) -> wire.Moved | None:
 
 
 def _check_resumed(instance_id: str, resumption: Resumption, head: Head) -> None:
-    """The reply must follow on exactly the tokens that we have, or text would be missing or said twice."""
-    if head.status == 410:
-        raise ResumeFailed(instance_id, "The instance no longer holds the request.", instance_at_fault=False)
-    if head.status >= 300:
-        raise ResumeFailed(
-            instance_id, f"The instance refused to resume: HTTP {head.status}.", instance_at_fault=head.status >= 500
-        )
+    """The reply must follow on exactly the tokens that we have, or text would be missing or said twice.
+
+    An instance that has lost a migration may still resume from our tokens; one that refuses those is not asked again.
+    """
     said = wire.decode_resumed_header(head.headers.get(wire.RESUMED_HEADER, ""))
-    if said != (resumption.resume_id, resumption.output_tokens):
-        raise ResumeFailed(
-            instance_id, "The instance would go on from another token than the last one sent.", instance_at_fault=False
-        )
+    if head.status == 410:
+        problem = "The instance no longer holds the request."
+    elif head.status >= 300:
+        raise ResumeFailed(instance_id, f"The instance refused to resume: HTTP {head.status}.")
+    elif said != (resumption.resume_id, resumption.output_tokens):
+        problem = "The instance would go on from another token than the last one sent."
+    else:
+        return
+    raise ResumeFailed(instance_id, problem, instance_at_fault=resumption.own)

@@ -131,7 +131,7 @@ class Server:
         resume_id = uuid.uuid4().hex
         tokens = list(session.output_token_ids)
         await self._backend.put_resume(instance, resume_id, wire.Resume(session.request_id, tokens))
-        leg = self._open_at(session, instance.instance_id, Resumption(resume_id, len(tokens)))
+        leg = self._open_at(session, instance.instance_id, Resumption(resume_id, len(tokens), own=True))
         if leg is None:
             raise LegUnreachable(instance.instance_id, "The instance has just gone.")
         self._note_move(session, resume_id, instance.instance_id, len(tokens), "resumed")

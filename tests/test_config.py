@@ -1,0 +1,68 @@
+"""Settings and the command."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from gateway.__main__ import main
+from gateway.config import Settings, add_flags, read_settings
+from gateway.errors import ConfigError
+
+GOOD = {"KVFERRY_SECRET": "s", "KVFERRY_INSTANCES": "http://127.0.0.1:8001/, http://127.0.0.1:8002"}
+
+
+def read(*flags: str, **environment: str) -> Settings:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return read_settings(parser.parse_args(flags), GOOD | environment)
+
+
+def test_flags_come_before_the_environment() -> None:
+    assert read().instance_urls == ("http://127.0.0.1:8001", "http://127.0.0.1:8002")
+    assert read("--port", "9", KVFERRY_PORT="8").port == 9
+    assert read(KVFERRY_PORT="8").port == 8
+    assert read(KVFERRY_API_KEYS="a, b,").api_keys == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("KVFERRY_SECRET", ""),
+        ("KVFERRY_INSTANCES", ""),
+        ("KVFERRY_INSTANCES", "127.0.0.1:8001"),
+        ("KVFERRY_INSTANCES", "http://a,http://a"),
+        ("KVFERRY_PORT", "eight"),
+        ("KVFERRY_PORT", "70000"),
+        ("KVFERRY_REDIS_URL", "http://x"),
+        ("KVFERRY_LOG_LEVEL", "loud"),
+        ("KVFERRY_LOW_FREENESS_STEPS", "many"),
+        ("KVFERRY_LOW_FREENESS_STEPS", "9999"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        read(**{name: value})
+
+
+def test_without_keys_only_loopback_is_listened_on() -> None:
+    for host in ("127.0.0.1", "localhost", "::1", "127.0.0.2"):
+        assert read(KVFERRY_HOST=host).host == host
+    for host in ("0.0.0.0", "10.0.0.1", "example.com", "::"):
+        with pytest.raises(ConfigError, match="KVFERRY_API_KEYS"):
+            read(KVFERRY_HOST=host)
+        assert read(KVFERRY_HOST=host, KVFERRY_API_KEYS="k").host == host
+
+
+def test_the_command_says_its_version_and_names_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out.startswith("kvferry ")
+    monkeypatch.delenv("KVFERRY_SECRET", raising=False)
+    assert main(["serve"]) == 2
+    assert "KVFERRY_SECRET" in capsys.readouterr().err
+    assert main([]) == 2

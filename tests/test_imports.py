@@ -1,0 +1,77 @@
+"""Imports go one way."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import gateway
+
+PACKAGE = Path(gateway.__file__).parent
+LAYERS = {
+    # What each part of the gateway may import of it.
+    "policy": {"policy"},
+    "openai": {"openai", "wire", "errors"},
+    "cluster": {"cluster", "policy", "wire", "errors", "telemetry"},
+    "serving": {"serving", "openai", "cluster", "policy", "wire", "errors", "telemetry", "config"},
+    "scheduler": {"scheduler", "cluster", "policy", "wire", "errors", "telemetry"},
+    "wire": set[str](),
+    "errors": set[str](),
+    "telemetry": set[str](),
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names, with what is taken from a package of ours as part of them."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert node.level == 0, f"{path}: a relative import"
+            inner = node.module.split(".")[0] == "gateway"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} if inner else {node.module}
+    return found
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def test_the_gateway_imports_none_of_its_neighbours() -> None:
+    for path in files():
+        roots = {name.split(".")[0] for name in imports(path)}
+        assert not roots & {"vllm", "vllm_plugin", "loadtest", "tests", "torch"}, path
+
+
+def test_each_part_imports_only_what_lies_below_it() -> None:
+    seen: set[str] = set()
+    for path in files():
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if part not in LAYERS:
+            continue
+        seen.add(part)
+        ours = {name.split(".")[1] for name in imports(path) if name.startswith("gateway.")}
+        assert ours <= LAYERS[part], path
+    assert seen == set(LAYERS)
+
+
+def test_policy_wire_and_formats_need_the_standard_library_alone() -> None:
+    for path in files():
+        if path.relative_to(PACKAGE).parts[0] in ("policy", "openai", "wire.py"):
+            roots = {name.split(".")[0] for name in imports(path)}
+            assert roots <= sys.stdlib_module_names | {"gateway"}, path
+
+
+def test_one_file_each_speaks_to_redis_and_to_the_instances() -> None:
+    importers: dict[str, set[str]] = {"redis": set(), "aiohttp": set(), "httpx": set(), "fastapi": set()}
+    for path in files():
+        for name in imports(path):
+            importers.get(name.split(".")[0], set()).add(str(path.relative_to(PACKAGE)))
+    assert importers == {
+        "redis": {"cluster/store.py"},
+        "aiohttp": {"serving/backend.py"},
+        "httpx": {"cluster/llumlet.py"},
+        "fastapi": {"admin.py", "app.py"},
+    }

@@ -1,0 +1,88 @@
+"""The leader pairs instances; without Redis requests go on and moves pause."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway.cluster.store import Store
+from tests.conftest import StartGateway, free_port, until
+from tests.fake_instance import instances
+from tests.scripts import moves_after, normal
+
+
+async def test_a_full_instance_is_paired_with_a_free_one_until_it_is_no_longer_full(
+    start_gateway: StartGateway,
+) -> None:
+    async with instances("a", "b") as (a, b):
+        a.freeness_steps = 10
+        a.report_changes = {"requests_running": 4}
+        async with start_gateway(a, b) as running:
+            await until(lambda: len(a.pairings) >= 3)
+            pairing = a.pairings[-1]
+            assert pairing is not None
+            assert (pairing.destination_id, pairing.destination_url) == ("b", b.url)
+            assert pairing.lease_ms > 2 * running.gateway._intervals.leader_tick_s * 1000
+            a.freeness_steps = 300
+            await until(lambda: a.pairings[-1] is None)
+            assert not b.pairings
+
+
+async def test_one_gateway_leads_and_another_takes_over(start_gateway: StartGateway) -> None:
+    async with instances("a") as (a,):
+        async with start_gateway(a) as second:
+            async with start_gateway(a) as first:
+                leaders = [first.gateway.leader, second.gateway.leader]
+                await until(lambda: any(leader.is_leading for leader in leaders))
+                assert sum(leader.is_leading for leader in leaders) == 1
+            await until(lambda: second.gateway.leader.is_leading)
+
+
+async def test_the_leader_publishes_reports_and_the_registry(start_gateway: StartGateway, redis_url: str) -> None:
+    async with instances("a", "b") as (a, b), start_gateway(a, b):
+        store = Store(redis_url)
+        async with asyncio.timeout(5):
+            while (snapshot := await store.snapshot()) is None or len(snapshot["reports"]) < 2:
+                await asyncio.sleep(0.01)
+            while set(registered := await store.registered()) != {"a", "b"}:
+                await asyncio.sleep(0.01)
+        assert {report["instance_id"] for report in snapshot["reports"]} == {"a", "b"}
+        assert registered["a"]["url"] == a.url
+        await store.close()
+
+
+async def test_without_redis_requests_run_and_move(start_gateway: StartGateway) -> None:
+    nowhere = f"redis://127.0.0.1:{free_port()}/0"
+    async with instances("a", "b") as (a, b), start_gateway(a, b, redis_url=nowhere) as running:
+        unmoved = normal(await running.stream())
+        a.script = moves_after(3, b)
+        assert normal(await running.stream()) == unmoved
+        assert not running.gateway.leader.is_leading
+        response = await running.admin("POST", "/admin/migrate", json={"request": "x", "destination": "b"})
+        assert response.status_code == 404
+
+
+async def test_a_redis_that_never_answers_holds_up_no_request(start_gateway: StartGateway) -> None:
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    frozen = await asyncio.start_server(swallow, "127.0.0.1", 0)
+    url = "redis://127.0.0.1:%d/0" % frozen.sockets[0].getsockname()[1]
+    async with instances("a") as (a,), start_gateway(a, redis_url=url) as running:
+        async with asyncio.timeout(1):
+            for _ in range(5):
+                assert (await running.chat()).status_code == 200
+    frozen.close()
+    await frozen.wait_closed()
+
+
+async def test_moves_are_recorded_in_redis(start_gateway: StartGateway) -> None:
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        a.script = moves_after(3, b)
+        await running.stream()
+        request_id = a.received[0].headers["x-request-id"]
+        async with asyncio.timeout(5):
+            while not any(one["request"] == request_id for one in await running.gateway.store.migrations(20)):
+                await asyncio.sleep(0.01)
+            while await running.gateway.store.owner(request_id) is not None:
+                await asyncio.sleep(0.01)

@@ -1,0 +1,311 @@
+"""A leg is lost: start again, resume, or say so."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+from gateway.config import Budgets
+from tests.conftest import StartGateway, free_port, until
+from tests.fake_instance import Exchange, Generation, error_body, generate, instances, token_ids
+from tests.scripts import answers, gone, in_turn, loses_after, moves_after, normal, prebind, resets, silent, starts_and_waits
+
+ENDS = ("fin", "clean", "cut", "reset")
+
+
+def events_of(data: bytes) -> list[bytes]:
+    return [block for block in data.split(b"\n\n") if block]
+
+
+def assert_honest_end(data: bytes, tokens: int, *, reset: bool = False) -> None:
+    """The tokens, one error event, and nothing invented. A reset may take with it what was not read yet."""
+    events = events_of(data)
+    assert len(events) == 1 + tokens + 1 or (reset and 1 < len(events) < 1 + tokens + 1)
+    error = json.loads(events[-1].removeprefix(b"data: "))["error"]
+    assert error["code"] in (502, 504)
+    assert set(error) == {"message", "type", "param", "code"}
+    assert b"[DONE]" not in data
+    assert b'"finish_reason":"' not in data
+
+
+@pytest.mark.parametrize("how", ENDS)
+async def test_a_stream_that_is_cut_goes_on_elsewhere(how: str, start_gateway: StartGateway) -> None:
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        unmoved = normal(await running.stream())
+        a.script = loses_after(3, how)
+        assert normal(await running.stream()) == unmoved
+        if how != "reset":  # Which may take with it what was not read yet.
+            ((_, resume),) = b.resumes.items()
+            assert resume.output_token_ids == token_ids(0, 3)
+
+
+@pytest.mark.parametrize("how", ENDS)
+async def test_a_stream_that_is_cut_with_nowhere_to_go_ends_in_one_error_event(
+    how: str, start_gateway: StartGateway
+) -> None:
+    async with instances("a") as (a,), start_gateway(a) as running:
+        a.script = loses_after(3, how)
+        assert_honest_end(await running.stream(), 3, reset=how == "reset")
+
+
+@pytest.mark.parametrize("how", ENDS)
+async def test_a_stream_without_an_event_starts_again_elsewhere(how: str, start_gateway: StartGateway) -> None:
+    async def script(exchange: Exchange) -> None:
+        await loses_after_start(exchange, how)
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        unmoved = normal(await running.stream())
+        a.script = script
+        assert normal(await running.stream()) == unmoved
+        assert not b.resumes
+        assert b.received[-1].resume_id is None
+
+
+async def loses_after_start(exchange: Exchange, how: str) -> None:
+    await exchange.start(chunked=how != "fin")
+    if how == "cut":
+        await exchange.cut()
+    elif how == "clean":
+        await exchange.finish()
+    elif how == "reset":
+        await exchange.reset()
+
+
+async def test_a_stream_without_an_event_and_nowhere_to_go_is_a_real_502(start_gateway: StartGateway) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.start(chunked=False)
+
+    async with instances("a") as (a,), start_gateway(a) as running:
+        a.script = script
+        response = await running.chat(stream=True)
+        assert response.status_code == 502
+        assert response.headers["content-type"] == "application/json"
+        assert response.json()["error"]["type"] == "BadGatewayError"
+
+
+async def test_an_instance_that_is_gone_is_passed_over(start_gateway: StartGateway) -> None:
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        await a.stop()
+        try:
+            response = await running.chat()
+            assert response.status_code == 200
+            assert len(b.received) == 1
+        finally:
+            await a.listen(free_port())
+
+
+async def test_at_most_three_instances_are_tried(start_gateway: StartGateway) -> None:
+    async with instances("a", "b", "c", "d") as fakes, start_gateway(*fakes) as running:
+        for fake in fakes:
+            fake.script = resets
+        response = await running.chat()
+        assert response.status_code == 502
+        assert sum(len(fake.received) for fake in fakes) == 3
+
+
+async def test_a_reply_in_one_piece_that_is_cut_starts_again(start_gateway: StartGateway) -> None:
+    async def cut(exchange: Exchange) -> None:
+        await exchange.start(200, {"content-length": "1000"}, content_type="application/json", chunked=False)
+        await exchange.raw(b'{"id":')
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        unmoved = normal((await running.chat()).content)
+        a.script = cut
+        response = await running.chat()
+        assert (response.status_code, normal(response.content)) == (200, unmoved)
+
+
+async def test_an_instances_own_500_is_tried_elsewhere_and_then_passed_on(start_gateway: StartGateway) -> None:
+    async def broken(exchange: Exchange) -> None:
+        await exchange.json(500, error_body("engine dead", "InternalServerError", 500), {"x-why": "dead"})
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        a.script = broken
+        assert (await running.chat()).status_code == 200
+        b.script = broken
+        response = await running.chat(stream=True)
+        assert response.status_code == 500
+        assert response.json() == error_body("engine dead", "InternalServerError", 500)
+        assert response.headers["x-why"] == "dead"
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 409, 410, 413, 422, 429])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refusal_comes_through_as_it_is_once(status: int, stream: bool, start_gateway: StartGateway) -> None:
+    body = b'{"error":  {"message":"no \xe2\x9c\x97","type":"T","param":null,"code":1}}\n'
+
+    async def refuse(exchange: Exchange) -> None:
+        headers = {"content-length": str(len(body)), "retry-after": "30"}
+        await exchange.start(status, headers, content_type="application/json; x=y", chunked=False)
+        await exchange.raw(body)
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        a.script = refuse
+        response = await running.chat(stream=stream)
+        assert (response.status_code, response.content) == (status, body)
+        assert response.headers["content-type"] == "application/json; x=y"
+        assert response.headers["retry-after"] == "30"
+        assert (len(a.received), len(b.received)) == (1, 0)
+
+
+async def test_the_second_instances_refusal_comes_through_too(start_gateway: StartGateway) -> None:
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.json(400, error_body("too long", "BadRequestError", 400))
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        a.script, b.script = resets, refuse
+        response = await running.chat(stream=True)
+        assert response.status_code == 400
+        assert response.json() == error_body("too long", "BadRequestError", 400)
+
+
+async def test_json_in_answer_to_a_stream_stays_json(start_gateway: StartGateway) -> None:
+    async def plain(exchange: Exchange) -> None:
+        await exchange.json(200, {"odd": True})
+
+    async with instances("a") as (a,), start_gateway(a) as running:
+        a.script = plain
+        response = await running.chat(stream=True)
+        assert response.headers["content-type"] == "application/json"
+        assert response.json() == {"odd": True}
+
+
+async def test_a_stream_that_hangs_is_lost_after_the_event_budget(start_gateway: StartGateway) -> None:
+    budgets = Budgets(event_gap_s=0.2, header_grace_s=0.05)
+    async with instances("a") as (a,), start_gateway(a, budgets=budgets) as running:
+        a.script = starts_and_waits
+        data = await running.stream()
+        assert_honest_end(data, 2)
+        assert b'"code": 504' in data
+        await gone(await a.exchange())
+
+
+async def test_an_instance_that_stays_silent_is_a_504_and_let_go(start_gateway: StartGateway) -> None:
+    budgets = Budgets(first_byte_s=0.2, whole_reply_s=0.2)
+    async with instances("a") as (a,), start_gateway(a, budgets=budgets) as running:
+        a.script = silent
+        for stream in (False, True):
+            response = await running.chat(stream=stream)
+            assert response.status_code == 504
+            assert response.json()["error"]["type"] == "GatewayTimeoutError"
+        await gone(*a.exchanges)
+
+
+async def test_garbage_instead_of_http_is_a_502(start_gateway: StartGateway) -> None:
+    async def garbage(exchange: Exchange) -> None:
+        await exchange.raw(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
+
+    async with instances("a") as (a,), start_gateway(a) as running:
+        a.script = garbage
+        response = await running.chat()
+        assert response.status_code == 502
+        assert "SSH" not in response.text
+
+
+async def test_an_error_event_of_the_instance_passes_unchanged(start_gateway: StartGateway) -> None:
+    error = b'data: {"error":{"message":"queue full","type":"Busy","param":null,"code":503}}\n\n'
+    for done in (True, False):
+        async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+            chunk = b'data: {"id":"x","created":1,"choices":[{"index":0,"delta":{"content":"x"},"token_ids":[1]}]}\n\n'
+            a.script = answers(chunk, error, done=done)
+            data = await running.stream()
+            assert error in data
+            assert data.endswith(b"data: [DONE]\n\n") == done
+            assert not b.received
+            recent = (await running.admin("GET", "/admin/requests")).json()["recent"]
+            assert recent[0]["state"] == "failed"
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"use_beam_search": True}])
+async def test_what_is_not_one_sequence_is_not_resumed(fields: dict[str, object], start_gateway: StartGateway) -> None:
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        a.script = loses_after(3, "cut")
+        assert_honest_end(await running.stream(**fields), 3)
+        assert not b.received
+
+
+async def test_a_stream_that_lacks_only_done_is_ended_without_a_second_finish(start_gateway: StartGateway) -> None:
+    async def no_done(exchange: Exchange) -> None:
+        await exchange.start()
+        await exchange.send(*Generation(exchange.request).rest()[:-1])
+        await exchange.finish()
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        unmoved = normal(await running.stream())
+        a.script = no_done
+        assert normal(await running.stream()) == unmoved
+        assert not b.received
+
+
+async def test_a_source_that_dies_while_moving_is_resumed_from_our_tokens(start_gateway: StartGateway) -> None:
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        unmoved = normal(await running.stream())
+
+        async def dies(exchange: Exchange) -> None:
+            await exchange.start()
+            await exchange.send(*Generation(exchange.request).upto(2), prebind(b))
+            waiting = await b.exchange()
+            await exchange.reset()
+            await gone(waiting)
+
+        a.script = dies
+        assert normal(await running.stream()) == unmoved
+
+
+async def test_a_stream_survives_two_losses_in_a_row(start_gateway: StartGateway) -> None:
+    async with instances("a", "b", "c") as (a, b, c), start_gateway(a, b, c) as running:
+        unmoved = normal(await running.stream())
+
+        async def resumed_then_lost(exchange: Exchange) -> None:
+            resume_id = exchange.request.resume_id
+            await exchange.start(200, {"x-kvferry-resumed": f"{resume_id} 2"})
+            await exchange.send(Generation(exchange.request).token(2))
+            await exchange.cut()
+
+        a.script, b.script = loses_after(2, "cut"), resumed_then_lost
+        assert normal(await running.stream()) == unmoved
+        ((_, resume),) = c.resumes.items()
+        assert resume.output_token_ids == token_ids(0, 3)
+
+
+async def test_counts_are_given_back_on_every_way_out(start_gateway: StartGateway) -> None:
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        scripts = [
+            generate,
+            loses_after(3, "reset"),
+            loses_after(0, "fin"),
+            moves_after(3, b),
+            answers(b"data: x\n\n", done=False),
+        ]
+        for script in scripts:
+            a.script = in_turn(script, generate, generate, generate)
+            await running.chat(stream=True)
+        dispatcher = running.gateway.dispatcher
+        await until(lambda: dispatcher.in_flight("a") == dispatcher.in_flight("b") == 0)
+
+
+async def test_a_proxy_in_the_environment_is_not_used(
+    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with instances("a") as (a,), start_gateway(a) as running:
+        assert (await running.chat()).status_code == 200
+
+
+async def test_an_instance_that_comes_back_is_used_again(start_gateway: StartGateway) -> None:
+    async with instances("a") as (a,), start_gateway(a) as running:
+        port = int(httpx.URL(a.url).port or 0)
+        await a.stop()
+        await until(lambda: running.gateway.members.healthy_count() == 0)
+        assert (await running.chat()).status_code == 503
+        a.boot_id = "boot-2"
+        a._sequence = 0
+        await a.listen(port)
+        await until(lambda: running.gateway.members.healthy_count() == 1)
+        assert (await running.chat()).status_code == 200
+        instance = running.gateway.members.get("a")
+        assert instance is not None
+        assert instance.boot_id == "boot-2"

@@ -1,0 +1,131 @@
+"""The cluster's state in a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from gateway.cluster import keys
+from gateway.cluster.records import Records
+from gateway.cluster.store import Lease, Owner, Store
+from gateway.errors import StoreUnavailable
+from gateway.telemetry import Counters
+from tests.conftest import free_port
+
+
+@pytest_asyncio.fixture
+async def store(redis_url: str) -> AsyncIterator[Store]:
+    store = Store(redis_url)
+    await store._redis.flushdb()
+    yield store
+    await store.close()
+
+
+async def test_one_holder_at_a_time_and_each_lease_has_a_higher_token(store: Store) -> None:
+    first = await store.take_lease("one", 10)
+    assert first is not None
+    assert await store.take_lease("two", 10) is None
+    renewed = await store.take_lease("one", 10)
+    assert renewed is not None
+    assert renewed.token == first.token
+    await store.drop_lease(first)
+    second = await store.take_lease("two", 10)
+    assert second is not None
+    assert second.token > first.token
+
+
+async def test_a_lease_ends_by_itself_and_by_its_holders_own_clock(store: Store) -> None:
+    before = time.monotonic()
+    lease = await store.take_lease("one", 0.05)
+    assert lease is not None
+    assert before + 0.05 <= lease.ends_at <= time.monotonic() + 0.05
+    async with asyncio.timeout(2):
+        while await store.take_lease("two", 10) is None:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_late_leader_neither_publishes_nor_ends_its_successors_lease(store: Store) -> None:
+    old = Lease("one", 1, time.monotonic() + 10)
+    new = await store.take_lease("two", 10)
+    assert new is not None
+    assert not await store.publish_snapshot(old, {"by": "one"})
+    await store.drop_lease(old)
+    assert await store.publish_snapshot(new, {"by": "two"})
+    assert await store.snapshot() == {"by": "two"}
+    again = Lease("two", new.token - 1, time.monotonic() + 10)
+    assert not await store.publish_snapshot(again, {"by": "an older two"})
+
+
+async def test_the_registry_is_replaced_as_a_whole(store: Store) -> None:
+    await store.register({"a": {"url": "x"}, "b": {"url": "y"}})
+    await store.register({"b": {"url": "z"}})
+    assert await store.registered() == {"b": {"url": "z"}}
+    await store.register({})
+    assert await store.registered() == {}
+
+
+async def test_owners_are_written_and_forgotten_together(store: Store) -> None:
+    owner = Owner("g", "a", "m")
+    await store.write_owners({"r1": owner, "r2": owner})
+    await store.write_owners({"r1": None})
+    assert await store.owner("r1") is None
+    assert await store.owner("r2") == owner
+    assert 0 < await store._redis.ttl(keys.owner("r2")) <= keys.OWNER_TTL_S
+
+
+async def test_migrations_are_bounded_and_the_newest_comes_first(store: Store) -> None:
+    await store.add_migrations([{"n": number} for number in range(keys.MIGRATIONS_MAX + 5)])
+    await store.add_migrations([{"n": "last"}])
+    assert await store.migrations(2) == [{"n": "last"}, {"n": keys.MIGRATIONS_MAX + 4}]
+    assert len(await store.migrations(10 * keys.MIGRATIONS_MAX)) == keys.MIGRATIONS_MAX
+
+
+async def test_every_key_but_the_token_counter_expires(store: Store) -> None:
+    lease = await store.take_lease("one", 10)
+    assert lease is not None
+    await store.publish_snapshot(lease, {})
+    await store.register({"a": {}})
+    await store.write_owners({"r": Owner("g", "a", "m")})
+    await store.add_migrations([{}])
+    lasting = {key for key in await store._redis.keys() if await store._redis.ttl(key) == -1}
+    assert lasting == {keys.LEADER_TOKEN}
+
+
+async def test_a_redis_that_is_not_there_is_one_kind_of_error() -> None:
+    store = Store(f"redis://127.0.0.1:{free_port()}/0")
+    with pytest.raises(StoreUnavailable):
+        await store.take_lease("one", 1)
+    with pytest.raises(StoreUnavailable):
+        await store.write_owners({"r": None})
+    await store.close()
+
+
+async def test_records_wait_while_redis_is_gone_and_are_written_when_it_is_back(redis_url: str, store: Store) -> None:
+    records = Records(Store(f"redis://127.0.0.1:{free_port()}/0"), 60, Counters())
+    one, two = uuid.uuid4().hex, uuid.uuid4().hex
+    records.own(one, Owner("g", "a", "m"))
+    records.own(two, Owner("g", "a", "m"))
+    records.migrated({"request": one, "n": 1})
+    records.migrated({"request": one, "n": 2})
+    await records.flush()
+    records.forget(two)
+    await records._store.close()
+    records._store = store
+    await records.flush()
+    assert await store.owner(one) == Owner("g", "a", "m")
+    assert await store.owner(two) is None
+    assert [record["n"] for record in await store.migrations(10)] == [2, 1]
+
+
+async def test_records_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.cluster.records.PENDING_MAX", 3)
+    counters = Counters()
+    records = Records(store, 60, counters)
+    for number in range(5):
+        records.forget(str(number))
+    assert counters.get("records_dropped") == 2

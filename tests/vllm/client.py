@@ -1,0 +1,191 @@
+"""A client of the gateway that moves its own requests in mid-stream, and the two instances' own words beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from gateway.wire import SECRET_HEADER
+from loadtest.stack import Stack
+
+CORRUPT_VARIABLE = "KVFERRY_TEST_CORRUPT"
+"""Names the file whose presence makes both servers write zeros instead of copied blocks (``corrupting.py``)."""
+
+
+@dataclass
+class Reply:
+    """What a client saw of one request, and what became of the moves that it ordered."""
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    moves: list[dict[str, Any]] = field(default_factory=list)
+    done: int = 0
+    request_id: str = ""
+
+    def choices(self) -> list[dict[str, Any]]:
+        return [choice for event in self.events for choice in event.get("choices", [])]
+
+    @property
+    def text(self) -> str:
+        return "".join(
+            choice["text"] if "text" in choice else choice["delta"].get("content") or "" for choice in self.choices()
+        )
+
+    @property
+    def finish(self) -> list[tuple[str, Any]]:
+        return [(choice["finish_reason"], choice.get("stop_reason")) for choice in self.choices() if choice["finish_reason"]]
+
+    @property
+    def roles(self) -> list[str]:
+        return [choice["delta"]["role"] for choice in self.choices() if choice.get("delta", {}).get("role")]
+
+    @property
+    def usage(self) -> list[dict[str, Any]]:
+        return [event["usage"] for event in self.events if event.get("usage")]
+
+    @property
+    def fingerprints(self) -> set[Any]:
+        return {event.get("system_fingerprint") for event in self.events}
+
+    @property
+    def logprobs(self) -> list[Any]:
+        """One entry a token, however the tokens were grouped into events."""
+        entries: list[Any] = []
+        for choice in self.choices():
+            logprobs = choice.get("logprobs")
+            if not logprobs:
+                continue
+            if "content" in logprobs:
+                entries.extend(logprobs["content"])
+            else:
+                names = ("text_offset", "tokens", "token_logprobs", "top_logprobs")
+                entries.extend(zip(*(logprobs[name] for name in names), strict=True))
+        return entries
+
+    def identity(self) -> set[tuple[Any, ...]]:
+        """What must be one and the same over the stream."""
+        return {tuple(event[name] for name in ("id", "created", "model", "object")) for event in self.events}
+
+    def committed(self) -> list[dict[str, Any]]:
+        return [move for move in self.moves if move.get("outcome") == "committed"]
+
+    def outcomes(self) -> list[Any]:
+        """For a message: how each ordered move ended."""
+        return [(move.get("outcome"), move.get("reason") or move.get("error")) for move in self.moves]
+
+
+class Client:
+    """Requests through the gateway; ``move_at`` orders a move whenever that many tokens have arrived."""
+
+    def __init__(self, stack: Stack, gateway_url: str | None = None) -> None:
+        self.stack = stack
+        self.url = gateway_url or stack.gateway_url
+        self.http = httpx.AsyncClient(timeout=120, trust_env=False)
+
+    async def close(self) -> None:
+        await self.http.aclose()
+
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.stack.api_key}"}
+
+    async def run(self, path: str, move_at: Sequence[int] = (), **body: Any) -> Reply:
+        """A whole stream. Moves alternate between the two instances, beginning away from where it runs."""
+        reply = Reply()
+        ordered = list(move_at)
+        moving: asyncio.Task[dict[str, Any]] | None = None
+        body = {"model": self.stack.model, "stream": True, "return_token_ids": True, **body}
+        async with self.http.stream("POST", self.url + path, json=body, headers=self.headers()) as response:
+            assert response.status_code == 200, await response.aread()
+            reply.request_id = response.headers["x-request-id"]
+            async for event in events(response, reply):
+                for choice in event.get("choices", []):
+                    reply.tokens.extend(choice.get("token_ids") or [])
+                if moving is not None and moving.done():
+                    reply.moves.append(moving.result())
+                    moving = None
+                if ordered and moving is None and len(reply.tokens) >= ordered[0]:
+                    ordered.pop(0)
+                    moving = asyncio.create_task(self.move(reply.request_id))
+        if moving is not None:
+            reply.moves.append(await moving)
+        return reply
+
+    async def move(self, request_id: str, destination: str | None = None) -> dict[str, Any]:
+        """Order a move, to where the request is not if ``destination`` is not given; the gateway's answer."""
+        if destination is None:
+            source = await self.instance_of(request_id)
+            destination = "b" if source == "a" else "a"
+        response = await self.http.post(
+            f"{self.url}/admin/migrate",
+            json={"request": request_id, "destination": destination},
+            headers={"authorization": f"Bearer {self.stack.admin_key}"},
+        )
+        answer: dict[str, Any] = response.json()
+        return {**answer, "status": response.status_code}
+
+    async def instance_of(self, request_id: str) -> str | None:
+        """Where the request's blocks are, by the instances' own word."""
+        for instance in self.stack.instances:
+            status = await self.status(instance.id)
+            if any(entry["request_id"] == request_id and entry["state"] != "parked" for entry in status["requests"]):
+                return instance.id
+        return None
+
+    async def status(self, instance_id: str) -> dict[str, Any]:
+        url = self.stack.instance(instance_id).url
+        response = await self.http.get(f"{url}/llumlet/status", headers={SECRET_HEADER: self.stack.secret})
+        assert response.status_code == 200, response.text
+        status: dict[str, Any] = response.json()
+        return status
+
+    async def arrival(self, request_id: str) -> dict[str, Any]:
+        """What the last resume of the request cost at its destination."""
+        for instance in self.stack.instances:
+            for arrival in reversed((await self.status(instance.id))["arrivals"]):
+                if arrival["request_id"] == request_id:
+                    return dict(arrival)
+        raise AssertionError(f"request {request_id} has arrived nowhere")
+
+    async def wait_until_empty(self, timeout_s: float) -> None:
+        """Both instances hold nothing: no request, no reservation, every block free. Fails after ``timeout_s``."""
+        left: dict[str, Any] = {}
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    left = {instance.id: await self._left(instance.id) for instance in self.stack.instances}
+                    if not any(left.values()):
+                        return
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"after {timeout_s} s there is still {left}") from None
+
+    async def _left(self, instance_id: str) -> dict[str, Any]:
+        status = await self.status(instance_id)
+        report = status["report"]
+        counts = {
+            "requests": status["requests"],
+            "blocks": report["blocks_total"] - report["blocks_free"],
+            "reserved": report["blocks_reserved"],
+            "migrations": report["migrations_in"] + report["migrations_out"],
+        }
+        return {name: value for name, value in counts.items() if value}
+
+
+async def events(response: httpx.Response, reply: Reply) -> AsyncIterator[dict[str, Any]]:
+    """The JSON events of a stream; counts ``[DONE]`` and fails on anything that is not an event."""
+    async for line in response.aiter_lines():
+        if not line:
+            continue
+        assert line.startswith("data: "), line
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            reply.done += 1
+            continue
+        event = json.loads(data)
+        reply.events.append(event)
+        yield event

@@ -1,0 +1,40 @@
+"""Two real vLLM servers and the gateway, once for the whole run; nothing may be left on them after any test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from loadtest.stack import Stack
+from tests.vllm.client import CORRUPT_VARIABLE, Client
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def corruption_flag(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file exists, both servers write zeros instead of copied blocks."""
+    return tmp_path_factory.mktemp("corrupt") / "on"
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def stack(corruption_flag: Path) -> AsyncIterator[Stack]:
+    async with Stack(
+        instances=2,
+        vllm_arguments=["--worker-extension-cls", "tests.vllm.corrupting.CorruptingExtension"],
+        vllm_environment={CORRUPT_VARIABLE: str(corruption_flag), "PYTHONPATH": str(ROOT)},
+    ) as stack:
+        yield stack
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(stack: Stack) -> AsyncIterator[Client]:
+    client = Client(stack)
+    try:
+        yield client
+        await client.wait_until_empty(3.0)
+    finally:
+        await client.close()

@@ -1,0 +1,54 @@
+"""The copied KV is what the destination goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.stack import BLOCK_SIZE
+from tests.vllm.client import Client
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
+
+COMPLETIONS = "/v1/completions"
+
+
+def body(prompt: str, **fields: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": 160, **fields}
+
+
+@pytest.mark.parametrize("prompt_words", [5, 700])
+async def test_the_destination_computes_at_most_one_block_of_tokens(client: Client, prompt_words: int) -> None:
+    moved = await client.run(COMPLETIONS, move_at=[40], **body("count " * prompt_words))
+    (move,) = moved.committed()
+    arrival = await client.arrival(moved.request_id)
+    assert arrival["output_tokens"] == move["output_tokens"]
+    assert 1 <= arrival["computed_tokens"] <= BLOCK_SIZE
+    assert move["blocks_sent"] > 0 and move["bytes_sent"] > 0
+
+
+async def test_zeros_instead_of_the_copied_blocks_change_the_output(client: Client, corruption_flag: Path) -> None:
+    """If the destination recomputed, or ignored what was copied, this would not notice the zeros."""
+    request = body("a prompt that no other test has had " * 20)
+    corruption_flag.touch()
+    try:
+        corrupted = await client.run(COMPLETIONS, move_at=[40], **request, cache_salt="corrupted")
+    finally:
+        corruption_flag.unlink()
+    alone = await client.run(COMPLETIONS, **request, cache_salt="alone")
+    (move,) = corrupted.committed()
+    at = move["output_tokens"]
+    assert move["blocks_sent"] > 0
+    assert corrupted.tokens[:at] == alone.tokens[:at]
+    assert corrupted.tokens[at:] != alone.tokens[at:]
+
+
+async def test_blocks_that_the_destination_has_are_not_sent_again(client: Client) -> None:
+    request = body("shared history " * 200)
+    await client.run(COMPLETIONS, move_at=[40], **request)
+    again = await client.run(COMPLETIONS, move_at=[40], **request)
+    (move,) = again.committed()
+    assert move["blocks_reused"] >= 400 // BLOCK_SIZE
+    assert move["blocks_sent"] < move["blocks_reused"]

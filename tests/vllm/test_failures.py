@@ -1,0 +1,284 @@
+"""What goes wrong during a move never reaches the client: before the commit the request goes on where it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from gateway.app import Gateway
+from gateway.config import Settings
+from gateway.wire import SECRET_HEADER
+from loadtest.stack import Stack
+from tests.conftest import serve
+from tests.vllm.client import Client, Reply, events
+from tests.vllm.fault_proxy import CuttingProxy, Fault, HandshakeProxy, cut, dead_agents, hang, lose_reply, refuse
+from vllm_plugin.settings import RESERVATION_LEASE_S
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"prompt": "When it fails", "temperature": 0, "ignore_eos": True, "max_tokens": 300}
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def proxy(stack: Stack) -> AsyncIterator[HandshakeProxy]:
+    """In front of instance b's handshake."""
+    async with HandshakeProxy(stack.instance("b").url).running() as proxy:
+        yield proxy
+
+
+class Moving:
+    """A stream on instance a, and moves to b by way of the proxy, ordered at a's llumlet itself."""
+
+    def __init__(self, client: Client, proxy: HandshakeProxy) -> None:
+        self.client = client
+        self.proxy = proxy
+        self.reply = Reply()
+        self.started = asyncio.Event()
+        self.tokens_wanted = 40
+
+    async def stream(self, **fields: Any) -> Reply:
+        body = {"model": self.client.stack.model, "stream": True, "return_token_ids": True, **BODY, **fields}
+        url = self.client.url + COMPLETIONS
+        async with self.client.http.stream("POST", url, json=body, headers=self.client.headers()) as response:
+            assert response.status_code == 200, await response.aread()
+            self.reply.request_id = response.headers["x-request-id"]
+            async for event in events(response, self.reply):
+                for choice in event.get("choices", []):
+                    self.reply.tokens.extend(choice.get("token_ids") or [])
+                if len(self.reply.tokens) >= self.tokens_wanted:
+                    self.started.set()
+        return self.reply
+
+    async def order(self) -> dict[str, Any]:
+        await self.started.wait()
+        source = self.client.stack.instance("a").url
+        order = {"request_id": self.reply.request_id, "destination_id": "b", "destination_url": self.proxy.url}
+        response = await self.client.http.post(
+            f"{source}/llumlet/migrate", json=order, headers={SECRET_HEADER: self.client.stack.secret}
+        )
+        assert response.status_code == 200, response.text
+        result: dict[str, Any] = response.json()
+        return result
+
+
+async def run_on_a(client: Client) -> None:
+    """The gateway sends the next request to the instance with the highest freeness, by id if equal: a."""
+    await client.wait_until_empty(3.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "fault"),
+    [
+        ("reserve", refuse),
+        ("reserve", cut),
+        ("reserve", lose_reply),
+        ("reserve", dead_agents),
+        ("stage", refuse),
+        ("stage", cut),
+        ("stage", lose_reply),
+        ("commit", refuse),
+        ("commit", cut),
+        ("commit", lose_reply),
+    ],
+)
+async def test_a_move_that_fails_before_its_commit_is_known_leaves_the_request_running(
+    client: Client, proxy: HandshakeProxy, step: str, fault: Fault
+) -> None:
+    alone = await client.run(COMPLETIONS, **BODY)
+    await run_on_a(client)
+    proxy.faults[step] = fault
+    moving = Moving(client, proxy)
+    stream, result = await asyncio.gather(moving.stream(), moving.order())
+    assert proxy.reached.is_set()
+    assert result["outcome"] == "aborted" and result["reason"]
+    assert stream.tokens == alone.tokens and stream.text == alone.text and stream.finish == alone.finish
+    assert stream.done == 1
+
+
+async def test_a_request_moves_after_an_earlier_move_of_it_failed(client: Client, proxy: HandshakeProxy) -> None:
+    alone = await client.run(COMPLETIONS, **BODY)
+    await run_on_a(client)
+    proxy.faults["commit"] = lose_reply
+    moving = Moving(client, proxy)
+
+    async def twice() -> list[dict[str, Any]]:
+        first = await moving.order()
+        proxy.faults.clear()
+        return [first, await moving.order()]
+
+    stream, (first, second) = await asyncio.gather(moving.stream(), twice())
+    assert (first["outcome"], second["outcome"]) == ("aborted", "committed"), second
+    assert stream.tokens == alone.tokens and stream.text == alone.text
+
+
+async def test_a_request_that_finishes_during_its_move_ends_as_if_it_had_stayed(
+    client: Client, proxy: HandshakeProxy
+) -> None:
+    alone = await client.run(COMPLETIONS, **BODY)
+    await run_on_a(client)
+    proxy.faults["stage"] = hang
+    moving = Moving(client, proxy)
+    stream, result = await asyncio.gather(moving.stream(), moving.order())
+    assert result["outcome"] == "aborted"
+    assert stream.tokens == alone.tokens and stream.finish == alone.finish and stream.done == 1
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+async def test_a_client_that_leaves_frees_both_instances_within_two_seconds(
+    client: Client, proxy: HandshakeProxy, when: str
+) -> None:
+    await run_on_a(client)
+    moving = Moving(client, proxy)
+    stream = asyncio.create_task(moving.stream(max_tokens=2000))
+    order: asyncio.Task[dict[str, Any]] | None = None
+    if when == "during":
+        proxy.faults["stage"] = hang
+        order = asyncio.create_task(moving.order())
+        await proxy.reached.wait()
+    elif when == "after":
+        assert (await moving.order())["outcome"] == "committed"
+        tokens = len(moving.reply.tokens)
+        async with asyncio.timeout(10):
+            while len(moving.reply.tokens) < tokens + 20:  # It goes on at b.
+                await asyncio.sleep(0.01)
+    else:
+        await moving.started.wait()
+    stream.cancel()
+    await asyncio.wait([stream])
+    await client.wait_until_empty(2.0)
+    if order is not None:
+        assert (await order)["outcome"] == "aborted"
+
+
+async def test_a_client_of_a_whole_reply_that_leaves_frees_both_instances_within_two_seconds(
+    client: Client, proxy: HandshakeProxy
+) -> None:
+    await run_on_a(client)
+    body = {"model": client.stack.model, **BODY, "max_tokens": 2000}
+    for move in (False, True):
+        post = asyncio.create_task(client.http.post(client.url + COMPLETIONS, json=body, headers=client.headers()))
+        async with asyncio.timeout(30):
+            while not (requests := (await client.status("a"))["requests"]) or requests[0]["output_tokens"] < 20:
+                await asyncio.sleep(0.01)
+        if move:
+            assert (await client.move(requests[0]["request_id"], "b"))["outcome"] == "committed"
+        post.cancel()
+        await asyncio.wait([post])
+        await client.wait_until_empty(2.0)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def cutting(stack: Stack) -> AsyncIterator[CuttingProxy]:
+    """In front of all of instance b, as a second gateway sees it."""
+    port = urlsplit(stack.instance("b").url).port
+    assert port is not None
+    async with CuttingProxy(port).running() as proxy:
+        yield proxy
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def behind_cutting(stack: Stack, cutting: CuttingProxy) -> AsyncIterator[Client]:
+    """A client of a second gateway, which reaches b only through the cutting proxy."""
+    gateway = Gateway(
+        Settings(
+            secret=stack.secret,
+            instance_urls=(stack.instance("a").url, cutting.url),
+            redis_url=stack.redis_url,
+            admin_key=stack.admin_key,
+            api_keys=(stack.api_key,),
+        )
+    )
+    async with serve(gateway) as url:
+        client = Client(stack, url)
+        async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as http:
+            headers = {"authorization": f"Bearer {stack.admin_key}"}
+            while '"b"' not in (await http.get(f"{url}/admin/instances", headers=headers)).text:
+                await asyncio.sleep(0.05)
+        try:
+            yield client
+            # What the gateway cannot reach to give up ends with its lease.
+            await client.wait_until_empty(RESERVATION_LEASE_S + 3.0)
+        finally:
+            await client.close()
+
+
+async def test_a_stream_whose_destination_is_lost_after_the_commit_is_resumed_exactly(
+    behind_cutting: Client, cutting: CuttingProxy
+) -> None:
+    client = behind_cutting
+    body = {**BODY, "temperature": 0.9, "seed": 11, "frequency_penalty": 0.4}
+    alone = await client.run(COMPLETIONS, **body)
+    await run_on_a(client)
+    reply = Reply()
+    move: dict[str, Any] = {}
+    request = {"model": client.stack.model, "stream": True, "return_token_ids": True, **body}
+    async with client.http.stream("POST", client.url + COMPLETIONS, json=request, headers=client.headers()) as response:
+        lost = False
+        async for event in events(response, reply):
+            for choice in event.get("choices", []):
+                reply.tokens.extend(choice.get("token_ids") or [])
+            if not move and len(reply.tokens) >= 40:
+                move = await client.move(response.headers["x-request-id"], "b")
+            if move and not lost and len(reply.tokens) >= move["output_tokens"] + 20:
+                cutting.refusing = True
+                cutting.cut()
+                lost = True
+    assert move["outcome"] == "committed" and lost
+    assert reply.tokens == alone.tokens and reply.text == alone.text
+    assert reply.finish == alone.finish and reply.done == 1
+    assert len(reply.identity()) == 1, reply.identity()
+
+
+async def test_a_destination_that_the_gateway_cannot_reach_at_the_move_is_replaced_by_a_resume(
+    behind_cutting: Client, cutting: CuttingProxy
+) -> None:
+    """The llumlets agree on the move, but the gateway's own way to b is gone before it can bind there."""
+    client = behind_cutting
+    alone = await client.run(COMPLETIONS, **BODY)
+    await run_on_a(client)
+    reply = Reply()
+    move: asyncio.Task[dict[str, Any]] | None = None
+    request = {"model": client.stack.model, "stream": True, "return_token_ids": True, **BODY}
+    async with client.http.stream("POST", client.url + COMPLETIONS, json=request, headers=client.headers()) as response:
+        async for event in events(response, reply):
+            for choice in event.get("choices", []):
+                reply.tokens.extend(choice.get("token_ids") or [])
+            if move is None and len(reply.tokens) >= 40:
+                cutting.refusing = True
+                cutting.cut()
+                move = asyncio.create_task(client.move(response.headers["x-request-id"], "b"))
+    assert move is not None
+    moved = await move
+    assert moved["outcome"] == "committed", moved
+    assert reply.tokens == alone.tokens and reply.text == alone.text
+    assert reply.finish == alone.finish and reply.done == 1
+
+
+async def test_a_reply_that_is_not_streamed_survives_the_loss_of_its_destination(
+    behind_cutting: Client, cutting: CuttingProxy
+) -> None:
+    client = behind_cutting
+    request = {"model": client.stack.model, **BODY}
+
+    async def post() -> httpx.Response:
+        return await client.http.post(client.url + COMPLETIONS, json=request, headers=client.headers())
+
+    alone = (await post()).json()
+    await run_on_a(client)
+    running = asyncio.create_task(post())
+    async with asyncio.timeout(30):
+        while not (requests := (await client.status("a"))["requests"]) or requests[0]["output_tokens"] < 40:
+            await asyncio.sleep(0.01)
+    assert (await client.move(requests[0]["request_id"], "b"))["outcome"] == "committed"
+    cutting.refusing = True
+    cutting.cut()
+    response = await running
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"] == alone["choices"] and response.json()["usage"] == alone["usage"]
