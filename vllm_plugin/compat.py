@@ -160,11 +160,21 @@ class EnginePort:
         """Make a request known, so that an abort finds it, but put it into no queue."""
         self._scheduler.requests[request.request_id] = request
 
-    def admit(self, request: Request, output_token_ids: list[int]) -> None:
-        """Queue a parked request, first in line, with output tokens that it has had elsewhere."""
+    def ending(self, request: Request, output_token_ids: list[int]) -> tuple[str, int | str | None] | None:
+        """Give a parked request its output tokens; finish reason and stop reason if they are all that it may have."""
+        from vllm.v1.core.sched.utils import check_stop
+
+        request.append_output_token_ids(output_token_ids)
+        if not output_token_ids or not check_stop(request, self._scheduler.max_model_len):
+            return None
+        reason = str(request.get_finished_reason())
+        request.status = RequestStatus.WAITING  # It is ended like any parked request, by ``finish``.
+        return reason, request.stop_reason
+
+    def admit(self, request: Request) -> None:
+        """Queue a parked request, first in line."""
         scheduler = self._scheduler
         scheduler.requests.pop(request.request_id, None)
-        request.append_output_token_ids(output_token_ids)
         # The stock scheduler asserts that a first prefix hit lies inside the prompt (Scheduler.schedule).
         request.prefill_stats = None
         extra = request.sampling_params.extra_args
@@ -468,18 +478,33 @@ def front_end_tokens(state: RequestState) -> int:
     return int(state.detokenizer.num_output_tokens())
 
 
-def replay(state: RequestState, token_ids: list[int], logprobs: list[Any] | None) -> None:
+def replay(state: RequestState, token_ids: list[int], logprobs: list[Any] | None) -> str | None:
     """Take output tokens that came from elsewhere through detokenizer and log probabilities, in one piece.
 
     What comes of it goes to the request's queue like the engine's own output. ``logprobs`` as ``export_logprobs``
     gives them; without them, positions are filled with the tokens alone (their events are not shown again).
+    Returns the stop string with which the tokens end, if they do.
     """
     assert state.detokenizer is not None and state.logprobs_processor is not None
-    state.detokenizer.update(list(token_ids), False)
+    stop_string = state.detokenizer.update(list(token_ids), False)
     _replay_logprobs(state.logprobs_processor, token_ids, logprobs)
     output = state.make_request_output(list(token_ids), None, None, None)
     if output is not None and state.queue is not None:
         state.queue.put(output)
+    return stop_string
+
+
+def finish_reply(engine_client: Any, state: RequestState, reason: str, stop_reason: int | str | None) -> None:
+    """End a request in the front end that the engine need not run: its tokens were complete when they arrived."""
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+    output = EngineCoreOutput(
+        request_id=state.request_id,
+        new_token_ids=[],
+        finish_reason=FinishReason[reason.upper()],
+        stop_reason=stop_reason,
+    )
+    engine_client.output_processor.process_outputs([output])
 
 
 def _replay_logprobs(processor: Any, token_ids: list[int], logprobs: list[Any] | None) -> None:

@@ -339,16 +339,23 @@ class EngineAgent:
         return {"accepted": True}
 
     def commit(self, resume_id: str, output_token_ids: list[int]) -> dict[str, Any]:
-        """Queue the parked request, first in line, to go on after ``output_token_ids`` (all of them)."""
+        """Queue the parked request, first in line, to go on after ``output_token_ids`` (all of them).
+
+        If they are all that it may have (``finish`` in the answer), there is nothing to run.
+        """
         reservation = self.reservations.get(resume_id)
         if reservation is None or reservation.parked is None or reservation.committed:
             return {"accepted": False, "reason": "the request is not waiting here"}
+        ending = self.port.ending(reservation.parked, output_token_ids)
+        if ending is not None:
+            self.cancel(resume_id)
+            return {"accepted": True, "finish": ending}
         reservation.committed = True
         self.port.free_blocks(reservation.spare)
         reservation.spare = []
         self.admitted[reservation.parked.request_id] = resume_id
-        self.port.admit(reservation.parked, output_token_ids)
-        return {"accepted": True}
+        self.port.admit(reservation.parked)
+        return {"accepted": True, "finish": None}
 
     def cancel(self, resume_id: str) -> dict[str, Any]:
         """Give a reservation up, with the request that was parked for it."""

@@ -32,6 +32,8 @@ class Incoming:
     def __init__(self, resume_id: str, request_id: str, engine: Engine) -> None:
         self.resume_id = resume_id
         self.request_id = request_id
+        self.is_migration = False
+        """Whether it comes from a peer; else a gateway has given its tokens."""
         self.copy = False
         """Whether KV blocks come along, or everything is computed again."""
         self.rank_agents: list[tuple[str, int]] = []
@@ -48,9 +50,12 @@ class Incoming:
         self.lock = asyncio.Lock()
         """Held while blocks are being written: they must not be freed meanwhile."""
         self.session: Session | None = None
+        self.bound = asyncio.Event()
+        """The gateway has opened the request here."""
         self.deadline = 0.0
         self._engine = engine
         self._finishing: asyncio.Task[None] | None = None
+        self._stop_string: str | None = None
         self.renew()
 
     def __repr__(self) -> str:
@@ -65,6 +70,7 @@ class Incoming:
             session.fail("the migration was given up")
             return
         self.session = session
+        self.bound.set()
         self.replay()
         if self.committed:
             self._finishing = asyncio.create_task(self._finish_late(session))
@@ -73,6 +79,7 @@ class Incoming:
         """The gateway has closed its reply. (The engine drops the parked request when vLLM aborts it.)"""
         if self.session is session:
             self.session = None
+            self.bound.clear()
             self.replayed = 0
 
     def extend(self, offset: int, token_ids: list[int]) -> None:
@@ -90,7 +97,7 @@ class Incoming:
         if session.final_only and not self.committed:
             return  # Its log probabilities come with the commit.
         logprobs = self.logprobs[self.replayed :] if self.logprobs is not None else None
-        compat.replay(session.state, self.tokens[self.replayed :], logprobs)
+        self._stop_string = compat.replay(session.state, self.tokens[self.replayed :], logprobs)
         self.replayed = len(self.tokens)
 
     async def commit(self) -> bool:
@@ -124,6 +131,11 @@ class Incoming:
             raise Refused(answer["reason"])
         if session.open_reply is not None:
             await session.open_reply()
+        if answer["finish"] is not None:
+            session.finish_reply(*answer["finish"])
+        elif self._stop_string is not None:
+            session.finish_reply("stop", self._stop_string)
+            await self._engine("cancel", resume_id=self.resume_id)
 
     async def close(self, reason: str) -> None:
         """Give up: free what the engine holds, and tell the gateway if it waits."""

@@ -7,6 +7,7 @@ ordered, or what a pairing with a destination lets it choose), and knows every m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -26,6 +27,7 @@ from vllm_plugin.settings import (
     COMMIT_TIMEOUT_S,
     MIGRATIONS_IN_MAX,
     MIGRATIONS_OUT_MAX,
+    PREBIND_WAIT_S,
     REPORT_INTERVAL_S,
     RESUMES_MAX,
     SETTLE_S,
@@ -150,11 +152,12 @@ class Llumlet:
     async def reserve(self, migration_id: str, body: Reserve) -> dict[str, Any]:
         if self.draining:
             raise Refused("the destination is draining")
-        arriving = sum(1 for entry in self._incoming.values() if entry.rank_agents)
+        arriving = sum(1 for entry in self._incoming.values() if entry.is_migration)
         if arriving >= MIGRATIONS_IN_MAX or migration_id in self._incoming:
             raise Refused("the destination takes no more migrations now")
         incoming = Incoming(migration_id, body.request_id, self.engine)
         incoming.copy = self._data.kv_format is not None and self._data.kv_format == body.kv_format
+        incoming.is_migration = True
         incoming.rank_agents = [(str(host), int(port)) for host, port in body.agents]
         incoming.copy = incoming.copy and len(incoming.rank_agents) == len(self._data.agents)
         incoming.read_token = body.read_token
@@ -181,6 +184,9 @@ class Llumlet:
     async def stage(self, migration_id: str, body: Stage) -> dict[str, Any]:
         incoming = self._known(migration_id)
         fetched = await self._fetch(incoming, body, STAGE_TIMEOUT_S)
+        if body.wait_s > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(incoming.bound.wait(), min(body.wait_s, PREBIND_WAIT_S))
         return {"bytes": fetched, "bound": incoming.session is not None}
 
     async def commit(self, migration_id: str, body: Commit) -> dict[str, Any]:
@@ -203,7 +209,7 @@ class Llumlet:
     async def _give_up(self, incoming: Incoming, reason: str) -> None:
         self._incoming.pop(incoming.resume_id, None)
         await incoming.close(reason)
-        if incoming.rank_agents:
+        if incoming.is_migration:
             await self._close_source(incoming.resume_id)
 
     def _known(self, migration_id: str) -> Incoming:
@@ -436,7 +442,7 @@ class Llumlet:
             queued_blocks=sum(waiting),
             step_ms=counts["step_ms"],
             draining=self.draining,
-            migrations_in=sum(1 for entry in self._incoming.values() if entry.rank_agents),
+            migrations_in=sum(1 for entry in self._incoming.values() if entry.is_migration),
             migrations_out=len(self._outgoing),
         )
 
@@ -476,6 +482,8 @@ class Stage(wire.Message):
     source_blocks: list[int]
     tokens_from: int
     output_token_ids: list[int]
+    wait_s: float
+    """How long the source would have the answer wait for the gateway to open the request here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from gateway import wire
 from vllm_plugin import compat
 from vllm_plugin.incoming import Engine, Refused
 from vllm_plugin.session import Session
-from vllm_plugin.settings import COMMIT_TIMEOUT_S, PREBIND_WAIT_S, STAGE_TIMEOUT_S, STAGES_MAX
+from vllm_plugin.settings import BIND_WAIT_S, COMMIT_TIMEOUT_S, PREBIND_WAIT_S, STAGE_TIMEOUT_S, STAGES_MAX
 from vllm_plugin.transfer import AgentClient, TransferError
 
 logger = logging.getLogger("vllm.kvferry.migration")
@@ -169,16 +169,10 @@ class Migration:
                 "export", request_id=self.request_id, blocks_from=self._sent.blocks, tokens_from=self._sent.tokens
             )
             self._check(progress)
-            sent_blocks = await self._send("stage", progress, STAGE_TIMEOUT_S)
-            waits_for_gateway = (
-                self.session.send_comment is not None
-                and not self._sent.bound
-                and time.monotonic() < prebind_deadline
-            )
-            if sent_blocks <= 1 and not waits_for_gateway:
+            patience_s = prebind_deadline - time.monotonic() if self.session.send_comment is not None else 0.0
+            sent_blocks = await self._send("stage", progress, STAGE_TIMEOUT_S, min(patience_s, BIND_WAIT_S))
+            if sent_blocks <= 1 and (self._sent.bound or patience_s <= 0):
                 return
-            if sent_blocks <= 1:
-                await asyncio.sleep(0.005)
 
     async def _final_stage(self) -> None:
         frozen = await self._engine(
@@ -197,14 +191,18 @@ class Migration:
             raise Refused("the request went on here, or ended, before the commit was acknowledged")
         self.session.leave(wire.Moved(self.migration_id, self.destination.instance_id, self._sent.tokens))
 
-    async def _send(self, step: str, progress: dict[str, Any], timeout_s: float) -> int:
-        """Tell the destination to fetch the new blocks; the number of blocks."""
+    async def _send(self, step: str, progress: dict[str, Any], timeout_s: float, wait_s: float = 0.0) -> int:
+        """Tell the destination to fetch the new blocks; the number of blocks.
+
+        With little to fetch, the answer may wait ``wait_s`` for the gateway, while decoding goes on here.
+        """
         blocks = progress["block_ids"] if self._copy else []
         body: dict[str, Any] = {
             "blocks_from": self._sent.blocks,
             "source_blocks": blocks,
             "tokens_from": self._sent.tokens,
             "output_token_ids": progress["output_token_ids"],
+            "wait_s": wait_s if len(blocks) <= 1 else 0.0,
         }
         if step == "commit":
             total = self._sent.tokens + len(progress["output_token_ids"])

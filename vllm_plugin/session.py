@@ -63,6 +63,10 @@ class Session:
             self.failed = reason
             self.ended.set()
 
+    def finish_reply(self, reason: str, stop_reason: int | str | None) -> None:
+        """The tokens that arrived were all: end the reply as if the last of them had just been made here."""
+        compat.finish_reply(self._engine_client, self.state, reason, stop_reason)
+
     @property
     def is_leaving(self) -> bool:
         """Whether a migration away is committed."""

@@ -20,6 +20,8 @@ COMMIT_TIMEOUT_S = 4.0
 """Less than FREEZE_LIMIT_S: a commit is never answered after its source has gone on by itself."""
 PREBIND_WAIT_S = 3.0
 """How long a source goes on decoding for the gateway to open the request at the destination."""
+BIND_WAIT_S = 0.25
+"""One stage's answer waits so long for it."""
 MIGRATIONS_IN_MAX = 4
 MIGRATIONS_OUT_MAX = 4
 STAGES_MAX = 64

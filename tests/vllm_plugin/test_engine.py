@@ -1,0 +1,284 @@
+"""The engine agent's bookkeeping, with a scheduler's insides that a test can look into."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import Future
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow]
+
+BLOCKS = 20
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def engine() -> ModuleType:
+    pytest.importorskip("vllm", exc_type=ImportError)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm_plugin import engine
+    return engine
+
+
+class Block(SimpleNamespace):
+    block_id: int
+
+
+class FakePort:
+    """As much of EnginePort as the agent calls: a pool of blocks, a batch, and what is in the prefix cache."""
+
+    block_size = BLOCK_SIZE
+    blocks_total = BLOCKS
+    requests_running_max = 4
+
+    def __init__(self) -> None:
+        self.free = [Block(block_id=index) for index in range(BLOCKS)]
+        self.batch: list[Any] = []
+        self.live: list[Any] = []
+        self.cached: list[tuple[int, int]] = []
+        self.hits = 0
+        self.queued: list[tuple[Any, list[int]]] = []
+
+    @property
+    def blocks_free(self) -> int:
+        return len(self.free)
+
+    def batch_is_full(self, arriving: int) -> bool:
+        return len(self.batch) + arriving >= self.requests_running_max
+
+    def held_blocks(self, request: Any) -> list[Block]:
+        return list(request.blocks)
+
+    def computed_tokens(self, request: Any) -> int:
+        return int(request.computed)
+
+    def is_live(self, request: Any) -> bool:
+        return request in self.live
+
+    def stop_scheduling(self, request: Any) -> None:
+        self.batch.remove(request)
+
+    def resume_scheduling(self, request: Any) -> None:
+        self.batch.append(request)
+
+    def finish(self, request: Any) -> None:
+        self.live.remove(request)
+
+    def park(self, request: Any) -> None:
+        self.live.append(request)
+
+    def ending(self, request: Any, output_token_ids: list[int]) -> tuple[str, None] | None:
+        request.output_token_ids = output_token_ids
+        return ("length", None) if len(output_token_ids) >= 9 else None
+
+    def admit(self, request: Any) -> None:
+        self.queued.append((request, request.output_token_ids))
+
+    def new_blocks(self, count: int) -> list[Block]:
+        return [self.free.pop() for _ in range(count)]
+
+    def free_blocks(self, blocks: Iterable[Block]) -> None:
+        self.free.extend(blocks)
+
+    def shadow(self, token_ids: list[int], cache_salt: str | None) -> Any:
+        return SimpleNamespace(tokens=list(token_ids), append_output_token_ids=lambda new: None)
+
+    def take_cached_blocks(self, shadow: Any) -> list[Block]:
+        return self.new_blocks(self.hits)
+
+    def cache_blocks(self, shadow: Any, blocks: list[Block], have: int, total: int) -> None:
+        self.cached.append((have, total))
+
+    def give_all_tokens(self, output: Any) -> None:
+        pass
+
+    def running(self) -> list[Any]:
+        return self.batch
+
+    def waiting(self) -> list[Any]:
+        return []
+
+
+class Bench:
+    def __init__(self, engine: ModuleType) -> None:
+        self.port = FakePort()
+        self.agent = engine.EngineAgent(self.port)
+        self._compat = engine.compat
+
+    def request(self, request_id: str = "r", in_flight: int = 0, resume_id: str | None = None) -> Any:
+        extra = {self._compat.REQUEST_KEY: request_id}
+        if resume_id is not None:
+            extra[self._compat.RESUME_KEY] = resume_id
+        request = SimpleNamespace(
+            request_id=f"chatcmpl-{request_id}-00000000",
+            sampling_params=SimpleNamespace(extra_args=extra),
+            status=self._compat.RequestStatus.RUNNING,
+            prompt_token_ids=[1] * 6,
+            num_prompt_tokens=6,
+            output_token_ids=[2] * 5,
+            num_output_tokens=5,
+            num_tokens=11,
+            num_in_flight_tokens=in_flight,
+            num_preemptions=0,
+            priority=0,
+            cache_salt=None,
+            prompt_embeds=None,
+            has_encoder_inputs=False,
+            use_structured_output=False,
+            resumable=False,
+            computed=10,
+            blocks=[Block(block_id=index) for index in (50, 51, 52)],
+            is_finished=lambda: False,
+        )
+        parked = self.agent.receive(request)
+        if not parked:
+            self.port.live.append(request)
+            self.port.batch.append(request)
+        return request
+
+    def do(self, operation: str, **payload: Any) -> Any:
+        answer = self.agent.handle(operation, payload)
+        return answer.result(0) if isinstance(answer, Future) and answer.done() else answer
+
+    def reserve(self, blocks: int = 3, resume_id: str = "m") -> Any:
+        return self.do("reserve", resume_id=resume_id, token_ids=[1] * 12, cache_salt=None, blocks=blocks, copy=True)
+
+
+@pytest.fixture
+def bench(engine: ModuleType) -> Bench:
+    return Bench(engine)
+
+
+FREEZE: dict[str, Any] = {"request_id": "r", "preemptions": 0, "blocks_from": 0, "tokens_from": 0}
+
+
+def test_only_finished_blocks_are_exported(bench: Bench) -> None:
+    bench.request()
+    export = bench.do("export", request_id="r")
+    assert export["state"] == "running" and export["block_ids"] == [50, 51]  # Ten tokens: two blocks and a half.
+
+
+def test_a_frozen_request_leaves_the_batch_at_once_and_answers_when_nothing_is_in_flight(bench: Bench) -> None:
+    request = bench.request(in_flight=1)
+    answer = bench.do("freeze", **FREEZE)
+    assert request not in bench.port.batch and not answer.done()
+    request.num_in_flight_tokens = 0
+    bench.agent.after_step()
+    assert answer.result(0)["state"] == "migrating"
+    assert bench.do("unfreeze", request_id="r") == {"unfrozen": True}
+    assert bench.port.batch == [request]
+
+
+def test_a_request_that_finishes_while_it_is_being_frozen_is_gone(bench: Bench) -> None:
+    request = bench.request(in_flight=1)
+    answer = bench.do("freeze", **FREEZE)
+    bench.port.live.remove(request)
+    bench.agent.after_step()
+    assert answer.result(0)["state"] == "gone"
+    assert bench.do("detach", request_id="r") == {"detached": False}
+
+
+def test_a_request_that_was_preempted_is_not_frozen(bench: Bench) -> None:
+    bench.request().num_preemptions = 1
+    assert bench.do("freeze", **FREEZE)["state"] == "busy"
+
+
+def test_a_request_that_stays_frozen_goes_on_by_itself_and_cannot_be_detached_then(
+    bench: Bench, engine: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = bench.request()
+    bench.do("freeze", **FREEZE)
+    now = engine.time.monotonic()
+    monkeypatch.setattr(engine.time, "monotonic", lambda: now + engine.FREEZE_LIMIT_S + 0.1)
+    assert bench.do("detach", request_id="r") == {"detached": False}
+    assert bench.port.batch == [request]
+
+
+def test_a_silent_reservation_is_freed_when_its_lease_is_over(
+    bench: Bench, engine: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench.reserve()["accepted"]
+    assert bench.port.blocks_free == BLOCKS - 4  # Three, and one for the tail.
+    now = engine.time.monotonic()
+    monkeypatch.setattr(engine.time, "monotonic", lambda: now + engine.RESERVATION_LEASE_S - 1)
+    assert bench.do("extend", resume_id="m", blocks=3, output_token_ids=[])["accepted"]  # A sign of life.
+    monkeypatch.setattr(engine.time, "monotonic", lambda: now + engine.RESERVATION_LEASE_S + 5)
+    bench.do("arrivals")
+    assert "m" in bench.agent.reservations
+    monkeypatch.setattr(engine.time, "monotonic", lambda: now + 2 * engine.RESERVATION_LEASE_S)
+    bench.do("arrivals")
+    assert bench.agent.reservations == {} and bench.port.blocks_free == BLOCKS
+    assert not bench.do("extend", resume_id="m", blocks=3, output_token_ids=[])["accepted"]
+
+
+def test_more_blocks_than_there_are_is_refused_and_takes_none(bench: Bench) -> None:
+    assert not bench.reserve(blocks=BLOCKS)["accepted"]
+    assert bench.port.blocks_free == BLOCKS
+    assert bench.reserve(blocks=10)["accepted"]
+    assert not bench.do("extend", resume_id="m", blocks=BLOCKS, output_token_ids=[])["accepted"]
+    bench.do("cancel", resume_id="m")
+    assert bench.port.blocks_free == BLOCKS
+
+
+def test_a_full_batch_takes_no_more_reservations(bench: Bench) -> None:
+    for index in range(4):
+        assert bench.reserve(blocks=1, resume_id=f"m{index}")["accepted"]
+    assert "batch is full" in bench.reserve(blocks=1, resume_id="m5")["reason"]
+
+
+def test_blocks_in_the_prefix_cache_are_reused_and_copied_ones_are_entered_once(bench: Bench) -> None:
+    bench.port.hits = 2
+    answer = bench.reserve(blocks=3)
+    assert answer["reused"] == 2 and len(answer["block_ids"]) == 1
+    assert bench.do("received", resume_id="m", blocks=3)["accepted"]
+    assert bench.port.cached == [(2, 3)]
+
+
+def test_a_parked_request_is_queued_by_the_commit_and_releases_its_blocks_when_scheduled(bench: Bench) -> None:
+    bench.reserve()
+    request = bench.request(resume_id="m")
+    assert bench.port.batch == [] and bench.port.queued == []
+    assert bench.do("commit", resume_id="m", output_token_ids=[7, 8])["accepted"]
+    assert bench.port.queued == [(request, [7, 8])]
+    assert bench.port.blocks_free == BLOCKS - 3  # The tail's block is free for the scheduler to take.
+    bench.agent.after_schedule(SimpleNamespace(num_scheduled_tokens={request.request_id: 3}))
+    assert bench.port.blocks_free == BLOCKS and bench.agent.reservations == {}
+    (arrival,) = bench.do("arrivals")
+    assert (arrival["request_id"], arrival["computed_tokens"]) == ("r", 3)
+
+
+def test_tokens_that_are_complete_are_not_run(bench: Bench) -> None:
+    bench.reserve()
+    request = bench.request(resume_id="m")
+    assert bench.do("commit", resume_id="m", output_token_ids=[7] * 9) == {"accepted": True, "finish": ("length", None)}
+    assert bench.port.queued == [] and bench.port.live == [] and bench.port.blocks_free == BLOCKS
+    assert request.output_token_ids == [7] * 9
+
+
+def test_a_commit_without_a_parked_request_is_refused(bench: Bench) -> None:
+    bench.reserve()
+    assert not bench.do("commit", resume_id="m", output_token_ids=[7])["accepted"]
+    assert not bench.do("commit", resume_id="other", output_token_ids=[7])["accepted"]
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_an_aborted_parked_request_gives_its_blocks_back(bench: Bench, committed: bool) -> None:
+    bench.reserve()
+    request = bench.request(resume_id="m")
+    if committed:
+        bench.do("commit", resume_id="m", output_token_ids=[7])
+    bench.agent.after_finish([request])
+    assert bench.port.blocks_free == BLOCKS
+    assert bench.agent.reservations == {} and bench.agent.admitted == {} and bench.agent.managed == {}
+
+
+def test_unmanaged_requests_are_none_of_the_agents_business(bench: Bench) -> None:
+    for extra in (None, {}, {"kv_transfer_params": {}}):
+        assert bench.agent.receive(SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra))) is False
+    assert bench.agent.receive(SimpleNamespace(sampling_params=None)) is False
+    assert bench.agent.managed == {}
