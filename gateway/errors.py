@@ -152,6 +152,10 @@ class LlumletUnreachable(GatewayError):
     kind = "BadGatewayError"
 
 
+class LlumletTimeout(LlumletUnreachable):
+    """No answer in time: dead, or in the middle of a long engine step."""
+
+
 class LlumletRefused(GatewayError):
     """A llumlet's own error answer, kept as it was said."""
 

@@ -25,6 +25,7 @@ from gateway.config import Budgets, Intervals, Settings
 from tests.fake_instance import MODEL, SECRET, FakeInstance
 
 ADMIN_KEY = "admin-key"
+INTERVALS = Intervals(probe_s=0.1, leader_tick_s=0.1, probe_timeout_s=10)
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +116,7 @@ def start_gateway(redis_url: str) -> StartGateway:
             "redis_url": redis_url,
             "admin_key": ADMIN_KEY,
             "budgets": Budgets(header_grace_s=0.05),
-            "intervals": Intervals(probe_s=0.1, leader_tick_s=0.1),
+            "intervals": INTERVALS,
         }
         gateway = Gateway(Settings(**(values | changes)))
         async with serve(gateway) as url, httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client:

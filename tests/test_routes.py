@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from gateway.config import Limits
 from gateway.wire import REQUEST_ID_HEADER, SECRET_HEADER
-from tests.conftest import Running, StartGateway, chat_body, until, until_true
+from tests.conftest import INTERVALS, Running, StartGateway, chat_body, until, until_true
 from tests.fake_instance import MODEL, SECRET, Exchange, Generation, instances
 
 JSON = {"content-type": "application/json"}
@@ -76,7 +77,8 @@ async def test_an_unknown_model_is_a_404_as_vllm_says_it(start_gateway: StartGat
 async def test_a_known_model_without_a_usable_instance_is_a_503_with_a_time(
     change: dict[str, Any], start_gateway: StartGateway
 ) -> None:
-    async with instances("a") as (a,), start_gateway(a) as running:
+    intervals = dataclasses.replace(INTERVALS, report_stale_s=0.5)
+    async with instances("a") as (a,), start_gateway(a, intervals=intervals) as running:
         a.report_changes = change  # Draining, or a report that never advances and so grows old.
 
         async def refused() -> bool:
