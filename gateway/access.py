@@ -17,7 +17,7 @@ class Keys:
         self._open = open_if_empty and not self._digests
 
     def check(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Raises :class:`Unauthorized`. Every key is compared, so that the time says nothing about which one is close."""
+        """Raises :class:`Unauthorized`. Every key is compared: the time says nothing about which is close."""
         if self._open:
             return
         scheme, _, given = _authorization(headers).partition(b" ")

@@ -133,7 +133,7 @@ def build_admin_app(admin: Admin) -> FastAPI:
 
 
 def _handler(to_response: Callable[[Any], Response]) -> Callable[[Request, Exception], Awaitable[Response]]:
-    async def handle(request: Request, error: Exception) -> Response:
+    async def handle(_request: Request, error: Exception) -> Response:
         return to_response(error)
 
     return handle

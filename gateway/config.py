@@ -39,8 +39,9 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Intervals:
     probe_s: float = 2.0
-    probe_timeout_s: float = 2.0
-    report_stale_s: float = 3.0
+    probe_timeout_s: float = 5.0
+    report_stale_s: float = 10.0
+    """Reports are made between engine steps: a long prefill is silence, and no reason to refuse requests."""
     leader_tick_s: float = 0.5
     leader_lease_s: float = 3.0
     pairing_lease_s: float = 2.0

@@ -1,6 +1,6 @@
 """Every failure that the gateway tells a client or an operator about, as one small tree.
 
-``status`` is the HTTP status while nothing has reached the client; later the same error becomes one event of the stream.
+``status`` is the HTTP status while nothing has reached the client; later the same error is one event of the stream.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class WholeReply:
 class LegError(GatewayError):
     """An instance's reply that cannot be used any further.
 
-    ``instance_at_fault``: do not send this request there again. ``reply``: what the instance said, if it said something.
+    ``instance_at_fault``: do not send this request there again. ``reply``: what the instance said, if anything.
     """
 
     status = 502
@@ -150,6 +150,10 @@ class ResumeFailed(LegError):
 class LlumletUnreachable(GatewayError):
     status = 502
     kind = "BadGatewayError"
+
+
+class LlumletTimeout(LlumletUnreachable):
+    """No answer in time: dead, or in the middle of a long engine step."""
 
 
 class LlumletRefused(GatewayError):

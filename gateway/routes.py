@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from gateway.access import Keys
@@ -35,6 +36,24 @@ FORWARDED = frozenset({b"accept", b"user-agent", b"traceparent", b"tracestate"})
 CLIENT_ID_LENGTH_MAX = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request of a client, and where its answer goes."""
+
+    scope: Scope
+    receive: Receive
+    reply: Reply
+    request_id: str
+
+    @property
+    def headers(self) -> Headers:
+        headers: Headers = self.scope["headers"]
+        return headers
+
+
+Handler = Callable[[Incoming], Awaitable[None]]
+
+
 class ClientGone(Exception):
     """The client closed its connection; there is no one left to answer."""
 
@@ -46,7 +65,7 @@ class Routes:
         self._keys = keys
         self._limits = limits
         self._counters = counters
-        self._table: dict[str, tuple[str, Callable[[Scope, Receive, Reply, str], Awaitable[None]]]] = {
+        self._table: dict[str, tuple[str, Handler]] = {
             "/v1/chat/completions": ("POST", self._generate),
             "/v1/completions": ("POST", self._generate),
             "/v1/models": ("GET", self._models),
@@ -57,7 +76,7 @@ class Routes:
         request_id = uuid.uuid4().hex
         reply = Reply(send, request_id)
         try:
-            await self._route(scope, receive, reply, request_id)
+            await self._route(Incoming(scope, receive, reply, request_id))
         except GatewayError as error:
             await reply.fail(error)
         except ClientGone:
@@ -68,39 +87,39 @@ class Routes:
             logger.exception("request=%s: internal error", request_id)
             await reply.fail(GatewayError("The gateway failed to handle this request."))
 
-    async def _route(self, scope: Scope, receive: Receive, reply: Reply, request_id: str) -> None:
-        path = scope["path"]
+    async def _route(self, incoming: Incoming) -> None:
+        path = incoming.scope["path"]
         if path != "/health":
-            self._keys.check(scope["headers"])
+            self._keys.check(incoming.headers)
         if path not in self._table:
             raise NotFound("There is no such route.")
         method, handler = self._table[path]
-        if scope["method"] != method:
+        if incoming.scope["method"] != method:
             raise MethodNotAllowed(f"This route takes {method} only.", method)
-        await handler(scope, receive, reply, request_id)
+        await handler(incoming)
 
-    async def _generate(self, scope: Scope, receive: Receive, reply: Reply, request_id: str) -> None:
-        headers: Headers = scope["headers"]
+    async def _generate(self, incoming: Incoming) -> None:
+        headers, path, request_id = incoming.headers, incoming.scope["path"], incoming.request_id
         _check_content(headers)
-        body = read_body(await self._read(headers, receive))
+        body = read_body(await self._read(headers, incoming.receive))
         forwarded = [(name.decode(), value.decode("latin-1")) for name, value in headers if name in FORWARDED]
-        call = Call(request_id, scope["path"], body.upstream, tuple(forwarded))
+        call = Call(request_id, path, body.upstream, tuple(forwarded))
         self._counters.add("requests")
-        log("request", request=request_id, path=scope["path"], stream=body.stream, client_id=_client_id(headers))
-        await _while_connected(self._server.serve(call, body, reply), receive)
+        log("request", request=request_id, path=path, stream=body.stream, client_id=_client_id(headers))
+        await _while_connected(self._server.serve(call, body, incoming.reply), incoming.receive)
 
-    async def _models(self, scope: Scope, receive: Receive, reply: Reply, request_id: str) -> None:
+    async def _models(self, incoming: Incoming) -> None:
         """From what is known already: no instance is asked, so none can hold this up."""
         cards = self._members.model_cards()
         if not cards:
             raise NoInstance("No instance has been found yet.")
-        await reply.json(200, {"object": "list", "data": cards})
+        await incoming.reply.json(200, {"object": "list", "data": cards})
 
-    async def _health(self, scope: Scope, receive: Receive, reply: Reply, request_id: str) -> None:
+    async def _health(self, incoming: Incoming) -> None:
         healthy = self._members.healthy_count()
         if not healthy:
             raise NoInstance("No instance is healthy.")
-        await reply.json(200, {"status": "ok", "instances_healthy": healthy})
+        await incoming.reply.json(200, {"status": "ok", "instances_healthy": healthy})
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
         declared = _header(headers, b"content-length")

@@ -66,12 +66,3 @@ async def cancel_all(loops: Collection[asyncio.Task[None]]) -> None:
         for loop in running:
             loop.cancel()
         _, running = await asyncio.wait(running, timeout=0.1)
-
-
-async def cancel_all(loops: Collection[asyncio.Task[None]]) -> None:
-    """Waits until they have ended. Asked again, because a library's own time-out can swallow a cancellation."""
-    running = set(loops)
-    while running:
-        for loop in running:
-            loop.cancel()
-        _, running = await asyncio.wait(running, timeout=0.1)

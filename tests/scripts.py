@@ -1,4 +1,4 @@
-"""What instances do in the tests: scripts for :class:`tests.fake_instance.FakeInstance`, and what clients should see."""
+"""What instances do in the tests: scripts for :class:`tests.fake_instance.FakeInstance`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 from gateway import wire
 from tests.fake_instance import Exchange, FakeInstance, Generation, Script
-
 
 
 def normal(data: bytes) -> bytes:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from gateway import wire
-from tests.conftest import Running, StartGateway, chat_body, until
+from tests.conftest import Running, StartGateway, chat_body, until, until_true
 from tests.fake_instance import Exchange, FakeInstance, Generation, error_body, instances
 from tests.scripts import moved, prebind, starts_and_waits
 
@@ -159,9 +159,7 @@ async def test_a_request_of_another_gateway_is_found_by_its_record(start_gateway
         Migratable(a, b)
         streaming = asyncio.create_task(one.stream())
         request_id = (await a.exchange()).request.headers[wire.REQUEST_ID_HEADER]
-        async with asyncio.timeout(5):
-            while await one.gateway.store.owner(request_id) is None:
-                await asyncio.sleep(0.01)
+        await until_true(lambda: one.gateway.store.owner(request_id))
         response = await migrate(other, request_id, "b")
         assert (response.status_code, response.json()["pause_ms"]) == (200, None)
         await streaming

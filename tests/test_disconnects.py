@@ -20,8 +20,8 @@ async def leaving_client(running: Running, stream: bool) -> AsyncIterator[asynci
     body = httpx.Request("POST", running.url, json=chat_body(stream=stream)).read()
     url = httpx.URL(running.url)
     reader, writer = await asyncio.open_connection(url.host, url.port)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-    writer.write(head.encode() + b"\r\n\r\n" + body)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+    writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
     await writer.drain()
     try:
         yield reader

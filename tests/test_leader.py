@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from gateway.cluster.store import Store
-from tests.conftest import StartGateway, free_port, until
+from tests.conftest import StartGateway, free_port, until, until_true
 from tests.fake_instance import instances
 from tests.scripts import moves_after, normal
 
@@ -28,25 +28,24 @@ async def test_a_full_instance_is_paired_with_a_free_one_until_it_is_no_longer_f
 
 
 async def test_one_gateway_leads_and_another_takes_over(start_gateway: StartGateway) -> None:
-    async with instances("a") as (a,):
-        async with start_gateway(a) as second:
-            async with start_gateway(a) as first:
-                leaders = [first.gateway.leader, second.gateway.leader]
-                await until(lambda: any(leader.is_leading for leader in leaders))
-                assert sum(leader.is_leading for leader in leaders) == 1
-            await until(lambda: second.gateway.leader.is_leading)
+    async with instances("a") as (a,), start_gateway(a) as second:
+        async with start_gateway(a) as first:
+            leaders = [first.gateway.leader, second.gateway.leader]
+            await until(lambda: any(leader.is_leading for leader in leaders))
+            assert sum(leader.is_leading for leader in leaders) == 1
+        await until(lambda: second.gateway.leader.is_leading)
 
 
 async def test_the_leader_publishes_reports_and_the_registry(start_gateway: StartGateway, redis_url: str) -> None:
     async with instances("a", "b") as (a, b), start_gateway(a, b):
         store = Store(redis_url)
-        async with asyncio.timeout(5):
-            while (snapshot := await store.snapshot()) is None or len(snapshot["reports"]) < 2:
-                await asyncio.sleep(0.01)
-            while set(registered := await store.registered()) != {"a", "b"}:
-                await asyncio.sleep(0.01)
-        assert {report["instance_id"] for report in snapshot["reports"]} == {"a", "b"}
-        assert registered["a"]["url"] == a.url
+
+        async def published() -> bool:
+            snapshot, registered = await store.snapshot(), await store.registered()
+            reported = {report["instance_id"] for report in snapshot["reports"]} if snapshot is not None else set()
+            return reported == set(registered) == {"a", "b"} and registered["a"]["url"] == a.url
+
+        await until_true(published)
         await store.close()
 
 
@@ -67,7 +66,7 @@ async def test_a_redis_that_never_answers_holds_up_no_request(start_gateway: Sta
         writer.close()
 
     frozen = await asyncio.start_server(swallow, "127.0.0.1", 0)
-    url = "redis://127.0.0.1:%d/0" % frozen.sockets[0].getsockname()[1]
+    url = f"redis://127.0.0.1:{frozen.sockets[0].getsockname()[1]}/0"
     async with instances("a") as (a,), start_gateway(a, redis_url=url) as running:
         async with asyncio.timeout(1):
             for _ in range(5):
@@ -81,8 +80,10 @@ async def test_moves_are_recorded_in_redis(start_gateway: StartGateway) -> None:
         a.script = moves_after(3, b)
         await running.stream()
         request_id = a.received[0].headers["x-request-id"]
-        async with asyncio.timeout(5):
-            while not any(one["request"] == request_id for one in await running.gateway.store.migrations(20)):
-                await asyncio.sleep(0.01)
-            while await running.gateway.store.owner(request_id) is not None:
-                await asyncio.sleep(0.01)
+        store = running.gateway.store
+
+        async def recorded() -> bool:
+            known = any(one["request"] == request_id for one in await store.migrations(20))
+            return known and await store.owner(request_id) is None
+
+        await until_true(recorded)

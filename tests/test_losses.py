@@ -10,7 +10,18 @@ import pytest
 from gateway.config import Budgets
 from tests.conftest import StartGateway, free_port, until
 from tests.fake_instance import Exchange, Generation, error_body, generate, instances, token_ids
-from tests.scripts import answers, gone, in_turn, loses_after, moves_after, normal, prebind, resets, silent, starts_and_waits
+from tests.scripts import (
+    answers,
+    gone,
+    in_turn,
+    loses_after,
+    moves_after,
+    normal,
+    prebind,
+    resets,
+    silent,
+    starts_and_waits,
+)
 
 ENDS = ("fin", "clean", "cut", "reset")
 

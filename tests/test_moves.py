@@ -217,7 +217,7 @@ async def test_a_second_migration_replaces_the_first(start_gateway: StartGateway
 
 async def test_a_request_moves_there_and_back(start_gateway: StartGateway) -> None:
     async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
-        fields = {"stream_options": {"include_usage": True}}
+        fields: dict[str, Any] = {"stream_options": {"include_usage": True}}
         unmoved = await stream(running, **fields)
 
         async def there(exchange: Exchange) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from gateway.config import Limits
 from gateway.wire import REQUEST_ID_HEADER, SECRET_HEADER
-from tests.conftest import Running, StartGateway, chat_body, until
+from tests.conftest import INTERVALS, Running, StartGateway, chat_body, until, until_true
 from tests.fake_instance import MODEL, SECRET, Exchange, Generation, instances
 
 JSON = {"content-type": "application/json"}
@@ -76,15 +77,14 @@ async def test_an_unknown_model_is_a_404_as_vllm_says_it(start_gateway: StartGat
 async def test_a_known_model_without_a_usable_instance_is_a_503_with_a_time(
     change: dict[str, Any], start_gateway: StartGateway
 ) -> None:
-    async with instances("a") as (a,), start_gateway(a) as running:
+    intervals = dataclasses.replace(INTERVALS, report_stale_s=0.5)
+    async with instances("a") as (a,), start_gateway(a, intervals=intervals) as running:
         a.report_changes = change  # Draining, or a report that never advances and so grows old.
 
         async def refused() -> bool:
             return (await running.chat()).status_code == 503
 
-        async with asyncio.timeout(6):
-            while not await refused():
-                await asyncio.sleep(0.02)
+        await until_true(refused, 6)
         response = await running.chat(stream=True)
         assert_openai_error(response, 503)
         assert int(response.headers["retry-after"]) > 0
@@ -148,7 +148,15 @@ async def test_keys_are_asked_for_when_there_are_some(start_gateway: StartGatewa
 
 
 async def test_a_clients_secrets_stay_at_the_gateway(start_gateway: StartGateway) -> None:
-    names = ("authorization", "x-api-key", "api-key", "cookie", "proxy-authorization", SECRET_HEADER, "x-kvferry-resume")
+    names = (
+        "authorization",
+        "x-api-key",
+        "api-key",
+        "cookie",
+        "proxy-authorization",
+        SECRET_HEADER,
+        "x-kvferry-resume",
+    )
     async with instances("a") as (a,), start_gateway(a, upstream_api_key="upstream") as running:
         headers = dict.fromkeys(names, "canary") | {REQUEST_ID_HEADER: "canary", "connection": "x-foo", "x-foo": "1"}
         response = await running.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
@@ -164,7 +172,7 @@ async def test_every_request_gets_an_id_of_its_own(start_gateway: StartGateway) 
     async with instances("a") as (a,), start_gateway(a) as running:
         ids = set()
         for client_id in ("same", "same", "x" * 50_000, "\xe9"):
-            headers = {REQUEST_ID_HEADER: client_id.encode("latin-1")}
+            headers = {REQUEST_ID_HEADER.encode(): client_id.encode("latin-1")}
             response = await running.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
             ids.add(response.headers[REQUEST_ID_HEADER])
         assert len(ids) == 4

@@ -1,10 +1,11 @@
-"""From a list of URLs to members: which instance answers there, in which life, with which models; asked again and again."""
+"""From a list of URLs to members: which instance answers there, in which life, with which models."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,11 @@ from gateway import wire
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Instance, Members
 from gateway.cluster.store import Store
-from gateway.errors import GatewayError, StoreUnavailable
+from gateway.errors import GatewayError, LlumletTimeout, StoreUnavailable
 from gateway.telemetry import log
+
+TIMEOUTS_MAX = 3
+"""In a row. A status waits for the end of an engine step, and a long prefill on a slow machine takes seconds."""
 
 
 class Discovery:
@@ -23,6 +27,7 @@ class Discovery:
         self._llumlets = llumlets
         self._store = store
         self._said: dict[str, str] = {}
+        self._timeouts: Counter[str] = Counter()
 
     async def probe_all(self) -> None:
         """One round: every URL at once, so that one that hangs delays none of the others."""
@@ -54,10 +59,17 @@ class Discovery:
             status, _, cards = await asyncio.gather(
                 self._llumlets.status(url), self._llumlets.health(url), self._llumlets.model_cards(url)
             )
+        except LlumletTimeout:
+            self._timeouts[url] += 1
+            if self._timeouts[url] >= TIMEOUTS_MAX:
+                self._members.lost(url, "no answer in time")
+                self._say(url, "unhealthy: no answer in time")
+            return
         except GatewayError as error:
             if self._members.lost(url, error.message, time.monotonic()):
                 self._say(url, f"unhealthy {error.message}")
             return
+        self._timeouts[url] = 0
         self._accept(url, status.report, cards)
 
     def _accept(self, url: str, report: wire.Report, cards: list[dict[str, Any]]) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 
 from gateway import wire
-from gateway.errors import LlumletRefused, LlumletUnreachable
+from gateway.errors import LlumletRefused, LlumletTimeout, LlumletUnreachable
 
 MIGRATE_TIMEOUT_S = 60.0
-REPORT_GAP_S = 5.0
-"""Reports come ten times a second: this long without one and the connection is taken for dead."""
+REPORT_GAP_S = 15.0
+"""Reports come ten times a second, save during a long engine step: after this time the connection is dead."""
 
 
 class LlumletClient:
@@ -75,6 +75,8 @@ class LlumletClient:
 def _mapped(url: str) -> Iterator[None]:
     try:
         yield
+    except httpx.ReadTimeout as error:
+        raise LlumletTimeout(f"{url}: no answer in time") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise LlumletUnreachable(f"{url}: {error or type(error).__name__}") from error
     except (ValueError, KeyError, TypeError) as error:  # Not JSON, or not of the agreed shape.

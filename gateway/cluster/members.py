@@ -137,7 +137,7 @@ def _view(member: Member, stale: bool) -> InstanceView:
 
 
 def _steady(known: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """vLLM makes ``created`` and the permission's id anew for each reply: keep a model's first card until it changes."""
+    """vLLM makes ``created`` and the permission's id anew for each reply: a model's first card is kept."""
     by_id = {card["id"]: card for card in known}
     return tuple(
         by_id[card["id"]] if card["id"] in by_id and _same_model(by_id[card["id"]], card) else card for card in fresh

@@ -1,6 +1,6 @@
 """What the gateway reads from an event of a stream, and the few bytes that it changes in it.
 
-All by searching bytes: within JSON text a quote is always escaped, so a bare ``"token_ids":`` is never part of a string.
+All by searching bytes: within JSON text a quote is always escaped, so a bare ``"token_ids":`` is never part of one.
 Nothing is decoded and encoded again, so what is not changed stays as the instance wrote it.
 """
 

@@ -1,4 +1,4 @@
-"""Framing of server-sent events (WHATWG HTML, section 9.2.6): bytes in, whole blocks out, however the bytes were cut."""
+"""Framing of server-sent events (WHATWG HTML, section 9.2.6): bytes in, whole blocks out, however they were cut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BlockTooLarge(ValueError):
 
 
 class BlockSplitter:
-    """Cuts a byte stream into blocks. A block keeps its bytes, its blank line included, so it can be passed on as is."""
+    """Cuts a byte stream into blocks. A block keeps its bytes, its blank line included, to be passed on as it is."""
 
     def __init__(self, bytes_max: int = BLOCK_BYTES_MAX) -> None:
         self._buffer = bytearray()
@@ -28,7 +28,7 @@ class BlockSplitter:
         self._searched = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The blocks that ``data`` completes. A blank line ending in CR waits for the next byte, which may be its LF."""
+        """The blocks that ``data`` completes. A blank line that ends in CR waits for the next byte, maybe its LF."""
         if not self._buffer and data.endswith(b"\n\n") and data.count(b"\n\n") == 1 and b"\r" not in data:
             return [data]
         self._buffer += data

@@ -37,7 +37,12 @@ class PolicySettings:
     migration: MigrationSettings = field(default_factory=MigrationSettings)
 
 
-def decide(view: ClusterView, memory: Memory, now: float, settings: PolicySettings) -> tuple[list[Action], Memory]:
+def decide(
+    view: ClusterView,
+    memory: Memory,
+    now: float,  # noqa: ARG001
+    settings: PolicySettings,
+) -> tuple[list[Action], Memory]:
     """``now`` (seconds) is there for rules that need a sustained time; pairing needs none."""
     pairs = pair_instances(view, memory.pairs, settings.migration)
     known = {instance.instance_id for instance in view.instances}

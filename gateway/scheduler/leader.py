@@ -52,7 +52,7 @@ class Leader:
         await self._publish(lease)
 
     async def _act(self, actions: list[Action], lease: Lease) -> None:
-        """At once, so that one that hangs delays none of the others; and never past the lease's end by our own clock."""
+        """At once, so that one that hangs delays none of the others; never past the lease's end by our own clock."""
         try:
             async with asyncio.timeout(max(0.0, lease.ends_at - time.monotonic())):
                 await asyncio.gather(*(self._executor.run(action) for action in actions))

@@ -42,7 +42,7 @@ class Prebound:
             self.close()
 
     def take(self, moved: wire.Moved, output_tokens: int) -> Leg | None:
-        """The leg of this migration, now in the caller's hands; opened only now if the source never said ``prebind``."""
+        """The leg of this migration, now in the caller's hands; opened now if the source never said ``prebind``."""
         resumption = Resumption(moved.migration_id, output_tokens)
         leg, self._leg = self._leg, None
         if leg is not None and (moved.migration_id, moved.destination_id) == (self._migration_id, leg.instance_id):

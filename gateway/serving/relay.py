@@ -60,7 +60,7 @@ class Relay:
             return Lost(error)
 
     async def _whole(self, leg: Leg, session: Session, reply: Reply) -> Outcome:
-        """As it came, whatever it is: a JSON answer, or a refusal. Only the instance's own failures are tried elsewhere."""
+        """As it came: a JSON answer, or a refusal. Only the instance's own failures are tried elsewhere."""
         whole = await leg.whole(self._limits.reply_bytes)
         message = f"The instance answered with HTTP {whole.status}."
         if whole.status >= 500:
@@ -95,7 +95,7 @@ class Relay:
         raise LegCut(leg.instance_id, "The instance's stream ended before its reply was complete.")
 
     async def _first_bytes(self, leg: Leg, head: Head, reply: Reply) -> bytes:
-        """A stream may fail right after its head; after a short grace the client gets the status and goes on waiting."""
+        """A stream may fail right after its head; after a short grace the client gets the status and waits on."""
         reading = asyncio.ensure_future(leg.read())
         try:
             await asyncio.wait({reading}, timeout=self._budgets.header_grace_s)

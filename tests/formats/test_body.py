@@ -68,5 +68,6 @@ def test_an_own_key_among_the_arguments_is_refused_even_when_it_is_repeated_away
 
 def test_usage_is_owed_when_it_was_asked_for() -> None:
     assert body(stream_options={"include_usage": True}).wants_usage
-    for options in (None, {}, {"include_usage": False}, [], "x"):
+    not_asked: list[Any] = [None, {}, {"include_usage": False}, [], "x"]
+    for options in not_asked:
         assert not body(stream_options=options).wants_usage

@@ -1,0 +1,63 @@
+"""Who is healthy."""
+
+from __future__ import annotations
+
+from gateway.app import Gateway
+from gateway.cluster.discovery import TIMEOUTS_MAX
+from gateway.config import Intervals, Settings
+from tests.conftest import free_port
+from tests.fake_instance import SECRET, FakeInstance, instances
+
+
+def gateway_of(*fakes: FakeInstance, probe_timeout_s: float = 10.0) -> Gateway:
+    """Not started: the test runs its rounds."""
+    urls = tuple(fake.url for fake in fakes)
+    intervals = Intervals(probe_timeout_s=probe_timeout_s)
+    return Gateway(Settings(SECRET, urls, redis_url=f"redis://127.0.0.1:{free_port()}/0", intervals=intervals))
+
+
+async def test_a_slow_answer_is_forgiven_and_several_in_a_row_are_not() -> None:
+    async with instances("a") as (a,):
+        gateway = gateway_of(a, probe_timeout_s=1.0)
+        await gateway.discovery.probe_all()
+        assert gateway.members.healthy_count() == 1
+        a.hangs = True
+        for _ in range(TIMEOUTS_MAX - 1):
+            await gateway.discovery.probe_all()
+            assert gateway.members.healthy_count() == 1
+        await gateway.discovery.probe_all()
+        assert gateway.members.healthy_count() == 0
+        await gateway.stop()
+
+
+async def test_another_life_at_the_same_address_has_no_report_of_the_old_one() -> None:
+    async with instances("a") as (a,):
+        gateway = gateway_of(a)
+        await gateway.discovery.probe_all()
+        first = gateway.members.get("a")
+        a.boot_id, a._sequence = "boot-2", 0
+        await gateway.discovery.probe_all()
+        (member,) = gateway.members.all()
+        assert member.instance != first
+        assert member.report is not None
+        assert (member.report.boot_id, member.report.sequence) == ("boot-2", 1)
+        await gateway.stop()
+
+
+async def test_an_instance_id_that_is_taken_is_refused() -> None:
+    async with instances("a", "a") as fakes:
+        gateway = gateway_of(*fakes)
+        await gateway.discovery.probe_all()
+        await gateway.discovery.probe_all()
+        assert len(gateway.members.all()) == 1
+        await gateway.stop()
+
+
+async def test_a_renamed_instance_replaces_the_one_at_its_address() -> None:
+    async with instances("a") as (a,):
+        gateway = gateway_of(a)
+        await gateway.discovery.probe_all()
+        a.instance_id = "b"
+        await gateway.discovery.probe_all()
+        assert [member.instance.instance_id for member in gateway.members.all()] == ["b"]
+        await gateway.stop()
