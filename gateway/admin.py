@@ -19,9 +19,11 @@ from gateway.scheduler.leader import Leader
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.session import Sessions
 from gateway.telemetry import Counters, log
+from gateway.wire import MigrationResult
 
 PAUSE_WAIT_S = 5.0
 """A migration's result may be there before the first event of the destination: wait that long for the pause."""
+FOLLOW_WAIT_S = 2.0
 _ID_PREFIXES = ("chatcmpl-", "cmpl-")
 
 
@@ -64,14 +66,28 @@ class Admin:
         destination = self._members.get(destination_id)
         if destination is None:
             raise NotFound(f"There is no instance `{destination_id}`.", param="destination", code="instance_not_found")
-        if destination == source:
-            raise BadRequest(f"The request is on `{destination_id}` already.", param="destination")
-        log("migrate", request=request_id, source=source.instance_id, to=destination_id)
         try:
-            result = await self._executor.migrate(source.url, request_id, destination_id, destination.url)
+            result = await self._order(request_id, source, destination)
         except LlumletRefused as error:
-            raise _refusal(error) from error
+            # It has just left there, and its reply lags behind: once that has followed, the order can be given again.
+            if error.llumlet_status != 404 or not await self._has_followed(request_id, source):
+                raise _refusal(error) from error
+            try:
+                result = await self._order(request_id, await self._source(request_id), destination)
+            except LlumletRefused as again:
+                raise _refusal(again) from again
         return {**result.to_json(), **await self._pause(request_id, result.migration_id, result.outcome)}
+
+    async def _order(self, request_id: str, source: Instance, destination: Instance) -> MigrationResult:
+        if destination == source:
+            raise BadRequest(f"The request is on `{source.instance_id}` already.", param="destination")
+        log("migrate", request=request_id, source=source.instance_id, to=destination.instance_id)
+        return await self._executor.migrate(source.url, request_id, destination.instance_id, destination.url)
+
+    async def _has_followed(self, request_id: str, source: Instance) -> bool:
+        """Whether this gateway's own reply goes on from another instance now, or does so soon."""
+        session = self._sessions.get(request_id)
+        return session is not None and await session.left(source.instance_id, FOLLOW_WAIT_S)
 
     async def _source(self, request_id: str) -> Instance:
         """Where the request runs: this gateway's own, else another one's by its record in Redis."""

@@ -58,7 +58,7 @@ class Gateway:
             self.counters,
         )
         executor = Executor(self.members, self.llumlets, intervals.pairing_lease_s, self.counters)
-        policy = PolicySettings(settings.migration)
+        policy = PolicySettings(settings.policy, settings.migration)
         self.leader = Leader(self.gateway_id, self.store, self.members, executor, policy, intervals.leader_lease_s)
         api_keys = Keys(settings.api_keys, open_if_empty=True)
         self._routes = Routes(server, self.members, api_keys, settings.limits, self.counters)

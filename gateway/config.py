@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from gateway.errors import ConfigError
+from gateway.policy.decide import Policy
 from gateway.policy.migration import MigrationSettings
 
 
@@ -64,6 +65,7 @@ class Settings:
     budgets: Budgets = field(default_factory=Budgets)
     limits: Limits = field(default_factory=Limits)
     intervals: Intervals = field(default_factory=Intervals)
+    policy: Policy = Policy.LLUMNIX
     migration: MigrationSettings = field(default_factory=MigrationSettings)
 
 
@@ -77,6 +79,7 @@ FLAGS: tuple[tuple[str, str, str, str], ...] = (
     ("--api-keys", "KVFERRY_API_KEYS", "", "clients' keys, comma-separated; none: loopback only"),
     ("--upstream-api-key", "KVFERRY_UPSTREAM_API_KEY", "", "key that the vLLM servers ask for"),
     ("--log-level", "KVFERRY_LOG_LEVEL", "info", "debug, info, warning or error"),
+    ("--policy", "KVFERRY_POLICY", "llumnix", "what the leader moves by itself: llumnix, or none"),
     ("--low-freeness-steps", "KVFERRY_LOW_FREENESS_STEPS", "160", "an instance below this moves requests away"),
     ("--high-freeness-steps", "KVFERRY_HIGH_FREENESS_STEPS", "480", "an instance above this takes them"),
 )
@@ -103,6 +106,7 @@ def read_settings(flags: argparse.Namespace, environment: Mapping[str, str]) -> 
         api_keys=_items(values["KVFERRY_API_KEYS"]),
         upstream_api_key=values["KVFERRY_UPSTREAM_API_KEY"],
         log_level=values["KVFERRY_LOG_LEVEL"].lower(),
+        policy=_policy(values["KVFERRY_POLICY"]),
         migration=MigrationSettings(
             low_freeness_steps=_number("KVFERRY_LOW_FREENESS_STEPS", values["KVFERRY_LOW_FREENESS_STEPS"]),
             high_freeness_steps=_number("KVFERRY_HIGH_FREENESS_STEPS", values["KVFERRY_HIGH_FREENESS_STEPS"]),
@@ -131,6 +135,14 @@ def _check(settings: Settings) -> None:
         raise ConfigError(f"KVFERRY_LOG_LEVEL (--log-level) cannot be {settings.log_level!r}.")
     if settings.migration.low_freeness_steps > settings.migration.high_freeness_steps:
         raise ConfigError("KVFERRY_LOW_FREENESS_STEPS must not be above KVFERRY_HIGH_FREENESS_STEPS.")
+
+
+def _policy(value: str) -> Policy:
+    try:
+        return Policy(value.lower())
+    except ValueError:
+        names = " or ".join(Policy)
+        raise ConfigError(f"KVFERRY_POLICY (--policy) must be {names}, not {value!r}.") from None
 
 
 def _items(value: str) -> tuple[str, ...]:

@@ -153,7 +153,7 @@ class LlumletUnreachable(GatewayError):
 
 
 class LlumletTimeout(LlumletUnreachable):
-    """No answer in time: dead, or in the middle of a long engine step."""
+    """No answer on a connection: dead, in the middle of a long engine step, or on a machine that stalled."""
 
 
 class LlumletRefused(GatewayError):

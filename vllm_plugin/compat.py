@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,7 +133,7 @@ class EnginePort:
         return [*self._scheduler.kv_holding_waiting, *self._scheduler.waiting]
 
     def batch_is_full(self, arriving: int) -> bool:
-        return len(self._scheduler.running) + arriving >= self._scheduler.max_num_running_reqs
+        return bool(len(self._scheduler.running) + arriving >= self._scheduler.max_num_running_reqs)
 
     def held_blocks(self, request: Request) -> list[KVCacheBlock]:
         (blocks,) = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
@@ -140,7 +141,7 @@ class EnginePort:
 
     def computed_tokens(self, request: Request) -> int:
         """Leading tokens whose KV is valid now: those of a step in flight and the token last sampled are not."""
-        return max(0, min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1))
+        return int(max(0, min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)))
 
     def is_live(self, request: Request) -> bool:
         return self._scheduler.requests.get(request.request_id) is request and not request.is_finished()
@@ -274,7 +275,9 @@ class TensorBlockStore:
         for cache in caches:
             per_block, remainder = divmod(cache.shape[0], blocks_total)
             if remainder or per_block == 0:
-                raise UnknownLayout(f"a KV cache of shape {tuple(cache.shape)} does not divide into {blocks_total} blocks")
+                raise UnknownLayout(
+                    f"a KV cache of shape {tuple(cache.shape)} does not divide into {blocks_total} blocks"
+                )
             self._views.append(cache.unflatten(0, (blocks_total, per_block)))
         self._layer_bytes = [view[0].numel() * view.element_size() for view in self._views]
         self.block_bytes = sum(self._layer_bytes)
@@ -398,7 +401,7 @@ def kv_format(engine_client: Any, layouts: list[Any]) -> str:
     config = engine_client.vllm_config
     model = config.model_config
     parts = {
-        "model": os.path.basename(str(model.model).rstrip("/")),
+        "model": PurePath(str(model.model)).name,
         "revision": model.revision,
         "architecture": model.hf_config.to_dict(),
         "dtype": str(model.dtype),
@@ -485,8 +488,9 @@ def replay(state: RequestState, token_ids: list[int], logprobs: list[Any] | None
     gives them; without them, positions are filled with the tokens alone (their events are not shown again).
     Returns the stop string with which the tokens end, if they do.
     """
-    assert state.detokenizer is not None and state.logprobs_processor is not None
-    stop_string = state.detokenizer.update(list(token_ids), False)
+    assert state.detokenizer is not None
+    assert state.logprobs_processor is not None
+    stop_string: str | None = state.detokenizer.update(list(token_ids), False)
     _replay_logprobs(state.logprobs_processor, token_ids, logprobs)
     output = state.make_request_output(list(token_ids), None, None, None)
     if output is not None and state.queue is not None:

@@ -146,7 +146,7 @@ class Reply:
         session = self._session
         session.open_reply = self._open
         current_session.set(session)
-        reply = asyncio.create_task(self._app(scope, receive, self._filter))
+        reply = asyncio.create_task(self._call(scope, receive))
         ended = asyncio.create_task(session.ended.wait())
         try:
             await asyncio.wait([reply, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -163,6 +163,9 @@ class Reply:
         elif not self._started:
             await error_response(410, session.failed or "", "resume_failed")(scope, receive, send)
         # Else: a resumed reply that was given up after it had begun; leaving it incomplete cuts the connection.
+
+    async def _call(self, scope: Scope, receive: Receive) -> None:
+        await self._app(scope, receive, self._filter)
 
     async def _send_moved(self, moved: wire.Moved, scope: Scope, receive: Receive, send: Send) -> None:
         if self._started:

@@ -222,9 +222,7 @@ class EngineAgent:
             reservation = self.reservations.get(extra.get(compat.RESUME_KEY, ""))
             parked = reservation is not None and reservation.parked is request and not reservation.committed
             state = "parked" if parked else "waiting"
-        reason = compat.why_engine_cannot_move(request) or (
-            None if state == "running" else f"it is {state}"
-        )
+        reason = compat.why_engine_cannot_move(request) or (None if state == "running" else f"it is {state}")
         return {
             "request_id": request_id,
             "state": state,
@@ -295,7 +293,7 @@ class EngineAgent:
     def reserve(
         self, resume_id: str, token_ids: list[int], cache_salt: str | None, blocks: int, copy: bool
     ) -> dict[str, Any]:
-        """Set ``blocks`` blocks aside (and one for the tail), the leading ones from the prefix cache where it has them."""
+        """Set ``blocks`` blocks aside, and one for the tail; the leading ones from the prefix cache if it has them."""
         if resume_id in self.reservations:
             return {"accepted": False, "reason": "the migration id is in use"}
         if self.port.batch_is_full(len(self.reservations)):
@@ -400,7 +398,7 @@ class EngineAgent:
             drained.set_result(self.export(request_id, frozen.blocks_from, frozen.tokens_from))
 
     def _demand(self, request: compat.Request) -> int:
-        return -(-(request.num_tokens + 1) // self.port.block_size)
+        return int(-(-(request.num_tokens + 1) // self.port.block_size))
 
 
 def _managed_id(request: compat.Request) -> str:

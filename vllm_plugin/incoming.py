@@ -61,6 +61,11 @@ class Incoming:
     def __repr__(self) -> str:
         return f"<Incoming {self.resume_id} tokens={len(self.tokens)} committed={self.committed}>"
 
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the tokens are complete and have all been through the front end."""
+        return self.committed and self.replayed == len(self.tokens)
+
     def renew(self) -> None:
         self.deadline = time.monotonic() + RESERVATION_LEASE_S
 

@@ -38,6 +38,7 @@ from vllm_plugin.transfer import AgentClient, TransferError
 
 logger = logging.getLogger("vllm.kvferry.llumlet")
 
+
 class NoSuchRequest(Exception):
     """No managed request of that id is here."""
 
@@ -379,9 +380,8 @@ class Llumlet:
         seen = -1
         while True:
             async with self._reported:
-                await self._reported.wait_for(lambda: self._report is not None and self._report.sequence > seen)
-                report = self._report
-            assert report is not None
+                while (report := self._report) is None or report.sequence == seen:
+                    await self._reported.wait()
             seen = report.sequence
             yield report
 

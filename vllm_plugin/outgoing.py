@@ -114,7 +114,8 @@ class Migration:
         steps = asyncio.create_task(self._steps())
         reason: str | None = None
         try:
-            await asyncio.wait([steps, self._stopped], return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [steps, self._stopped]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if steps.done():
                 await steps
             else:
@@ -227,7 +228,7 @@ class Migration:
         return len(blocks)
 
     async def _logprobs(self, count: int) -> list[Any] | None:
-        """For a JSON reply the destination needs the log probabilities of the tokens made here; a stream has had them."""
+        """The tokens' log probabilities, which a JSON reply at the destination needs; a stream has had them."""
         session = self.session
         if not session.final_only:
             return None

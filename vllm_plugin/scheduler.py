@@ -39,6 +39,6 @@ class KvferryScheduler(compat.AsyncScheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: compat.RequestStatus
     ) -> list[compat.Request]:
-        finished = super().finish_requests(request_ids, finished_status)
+        finished: list[compat.Request] = super().finish_requests(request_ids, finished_status)
         self.kvferry.after_finish(finished)
         return finished

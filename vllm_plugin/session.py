@@ -106,9 +106,10 @@ class Session:
         self._mark(sampling_params)
         stream = original(prompt, sampling_params, external_id, **options)
         # The first step registers the request with front end and engine, then waits for output: meanwhile, attach.
-        first: asyncio.Future[Any] | None = asyncio.ensure_future(anext(stream))
+        starting = asyncio.ensure_future(anext(stream))
+        first: asyncio.Future[Any] | None = starting
         try:
-            await self._attach(first, external_id, sampling_params, options)
+            await self._attach(starting, external_id, sampling_params, options)
             while True:
                 self._consumer_waits = True
                 self.check()
@@ -122,9 +123,9 @@ class Session:
                 self.finished = self.finished or output.finished
                 yield output
         finally:
-            if first is not None and not first.done():
-                first.cancel()
-                await asyncio.wait([first])
+            if not starting.done():
+                starting.cancel()
+                await asyncio.wait([starting])
             await stream.aclose()
 
     def _mark(self, sampling_params: Any) -> None:
@@ -158,10 +159,9 @@ class Session:
     def check(self) -> None:
         """Fire what waits for the consumer: a replay that is through, or the move away."""
         incoming = self.incoming
-        if incoming is not None and not self.live and incoming.committed and incoming.replayed == len(incoming.tokens):
-            if self._has_sent(len(incoming.tokens)):
-                self.live = True
-                self.drained.set()
+        if not self.live and incoming is not None and incoming.is_replayed and self._has_sent(len(incoming.tokens)):
+            self.live = True
+            self.drained.set()
         leaving = self._leaving
         if leaving is not None and self.moved is None and not self.finished and self._has_sent(leaving.output_tokens):
             self.moved = leaving

@@ -66,8 +66,8 @@ class Discovery:
                 self._say(url, "unhealthy: no answer in time")
             return
         except GatewayError as error:
-            if self._members.lost(url, error.message, time.monotonic()):
-                self._say(url, f"unhealthy {error.message}")
+            self._members.lost(url, error.message)
+            self._say(url, f"unhealthy {error.message}")
             return
         self._timeouts[url] = 0
         self._accept(url, status.report, cards)

@@ -13,6 +13,8 @@ from gateway import wire
 from gateway.errors import LlumletRefused, LlumletTimeout, LlumletUnreachable
 
 MIGRATE_TIMEOUT_S = 60.0
+KEEP_ALIVE_S = 3.0
+"""Less than uvicorn's five seconds, so that no request meets a connection that the instance is just closing."""
 REPORT_GAP_S = 15.0
 """Reports come ten times a second, save during a long engine step: after this time the connection is dead."""
 
@@ -22,7 +24,10 @@ class LlumletClient:
         headers = {wire.SECRET_HEADER: secret}
         if upstream_api_key:
             headers["authorization"] = f"Bearer {upstream_api_key}"
-        self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(timeout_s), trust_env=False)
+        limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_S)
+        self._http = httpx.AsyncClient(
+            headers=headers, timeout=httpx.Timeout(timeout_s), limits=limits, trust_env=False
+        )
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -75,8 +80,8 @@ class LlumletClient:
 def _mapped(url: str) -> Iterator[None]:
     try:
         yield
-    except httpx.ReadTimeout as error:
-        raise LlumletTimeout(f"{url}: no answer in time") from error
+    except (httpx.ReadTimeout, httpx.ReadError, httpx.RemoteProtocolError) as error:
+        raise LlumletTimeout(f"{url}: no answer: {error or type(error).__name__}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise LlumletUnreachable(f"{url}: {error or type(error).__name__}") from error
     except (ValueError, KeyError, TypeError) as error:  # Not JSON, or not of the agreed shape.

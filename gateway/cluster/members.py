@@ -20,10 +20,6 @@ class Instance:
     boot_id: str
 
 
-FAILED_PROBES_MAX = 2
-"""One failed probe may be a kept-alive connection that had just been closed, or a moment's stall of the machine."""
-
-
 @dataclass(slots=True)
 class Member:
     instance: Instance
@@ -35,8 +31,6 @@ class Member:
     report: wire.Report | None = None
     reported_at: float = -math.inf
     """This process's monotonic clock. The instance's clock is never asked."""
-    failed_probes: int = 0
-    """In a row."""
 
     @property
     def models(self) -> frozenset[str]:
@@ -64,21 +58,13 @@ class Members:
         if member is None or member.instance != instance:
             member = self._by_id[instance.instance_id] = Member(instance)
         member.model_cards = _steady(member.model_cards, model_cards)
-        member.healthy, member.reason, member.failed_probes = healthy, reason, 0
+        member.healthy, member.reason = healthy, reason
 
-    def lost(self, url: str, reason: str, now: float) -> bool:
-        """A probe failed. Nothing more is sent there, with its models still known, unless it goes on reporting.
-
-        False while one failed probe alone speaks against it.
-        """
-        member = next((member for member in self._by_id.values() if member.instance.url == url), None)
-        if member is None:
-            return True
-        member.failed_probes += 1
-        if member.failed_probes < FAILED_PROBES_MAX and not self.is_stale(member, now):
-            return False
-        member.healthy, member.reason = False, reason
-        return True
+    def lost(self, url: str, reason: str) -> None:
+        """A probe failed: the instance stays known, with its models, but nothing is sent there."""
+        for member in self._by_id.values():
+            if member.instance.url == url:
+                member.healthy, member.reason = False, reason
 
     def forget(self, url: str, keep: str) -> None:
         """Another instance answers under this URL now."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import assert_never
 
 from gateway.policy.migration import MigrationSettings, pair_instances
 from gateway.policy.view import ClusterView
@@ -32,19 +34,35 @@ class Memory:
     pairs: Mapping[str, str] = field(default_factory=dict)
 
 
+class Policy(StrEnum):
+    """Named sets of rules for the leader."""
+
+    NONE = "none"
+    """Nothing is moved but what is ordered by hand."""
+    LLUMNIX = "llumnix"
+    """The paper's: pairs of instances by freeness thresholds."""
+
+
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
+    policy: Policy = Policy.LLUMNIX
     migration: MigrationSettings = field(default_factory=MigrationSettings)
 
 
 def decide(
     view: ClusterView,
     memory: Memory,
-    now: float,  # noqa: ARG001
+    now: float,
     settings: PolicySettings,
 ) -> tuple[list[Action], Memory]:
     """``now`` (seconds) is there for rules that need a sustained time; pairing needs none."""
-    pairs = pair_instances(view, memory.pairs, settings.migration)
+    match settings.policy:
+        case Policy.NONE:
+            pairs: dict[str, str] = {}
+        case Policy.LLUMNIX:
+            pairs = pair_instances(view, memory.pairs, settings.migration)
+        case _:
+            assert_never(settings.policy)
     known = {instance.instance_id for instance in view.instances}
     ended: list[Action] = [Unpair(source) for source in sorted(memory.pairs) if source not in pairs and source in known]
     return ended + [Pair(source, pairs[source]) for source in sorted(pairs)], Memory(pairs)

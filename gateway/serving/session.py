@@ -122,6 +122,19 @@ class Session:
                     await self._changed.wait()
         return self._move(migration_id)
 
+    async def left(self, instance_id: str, timeout_s: float) -> bool:
+        """Whether the reply goes on elsewhere by then."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.outcome == "running" and self.instance_id == instance_id:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return self.outcome == "running" and self.instance_id != instance_id
+
+    def own(self, instance_id: str) -> None:
+        self.instance_id = instance_id
+        self._changed.set()
+
     def end(self, outcome: str) -> None:
         self.outcome = outcome
         self._changed.set()
@@ -181,7 +194,7 @@ class Sessions:
                 self._records.migrated({"request": session.request_id, "at": time.time(), **move})
 
     def owned_by(self, session: Session, instance_id: str) -> None:
-        session.instance_id = instance_id
+        session.own(instance_id)
         self._records.own(session.request_id, Owner(self._gateway_id, instance_id, session.body.model or ""))
 
     def get(self, request_id: str) -> Session | None:

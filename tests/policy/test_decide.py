@@ -7,12 +7,12 @@ import math
 import random
 from typing import Any
 
-from gateway.policy.decide import Memory, Pair, PolicySettings, Unpair, decide
+from gateway.policy.decide import Memory, Pair, Policy, PolicySettings, Unpair, decide
 from gateway.policy.dispatch import Sent, choose_instance, dispatch_freeness
 from gateway.policy.migration import MigrationSettings, pair_instances
 from gateway.policy.view import ClusterView, InstanceView, unknown_load
 
-SETTINGS = PolicySettings(MigrationSettings(low_freeness_steps=100, high_freeness_steps=500))
+SETTINGS = PolicySettings(migration=MigrationSettings(low_freeness_steps=100, high_freeness_steps=500))
 
 
 def instance(instance_id: str, freeness: float = 1000.0, **changes: Any) -> InstanceView:
@@ -117,3 +117,12 @@ def test_pairs_are_disjoint_and_do_not_depend_on_the_order() -> None:
         assert all(int(one) < count for one in found)
         rng.shuffle(instances)
         assert pairs(*instances) == found, f"seed {seed}"
+
+
+def test_the_policy_none_pairs_nothing_and_ends_what_was_paired() -> None:
+    cluster = view(instance("a", 10), instance("b", 900))
+    actions, memory = decide(cluster, Memory(), 0.0, SETTINGS)
+    assert actions == [Pair("a", "b")]
+    actions, memory = decide(cluster, memory, 1.0, dataclasses.replace(SETTINGS, policy=Policy.NONE))
+    assert actions == [Unpair("a")]
+    assert memory == Memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,9 @@ class Reply:
 
     @property
     def finish(self) -> list[tuple[str, Any]]:
-        return [(choice["finish_reason"], choice.get("stop_reason")) for choice in self.choices() if choice["finish_reason"]]
+        return [
+            (choice["finish_reason"], choice.get("stop_reason")) for choice in self.choices() if choice["finish_reason"]
+        ]
 
     @property
     def roles(self) -> list[str]:
@@ -93,6 +96,9 @@ class Client:
     def headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.stack.api_key}"}
 
+    def admin_headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.stack.admin_key}"}
+
     async def run(self, path: str, move_at: Sequence[int] = (), **body: Any) -> Reply:
         """A whole stream. Moves alternate between the two instances, beginning away from where it runs."""
         reply = Reply()
@@ -123,18 +129,39 @@ class Client:
         response = await self.http.post(
             f"{self.url}/admin/migrate",
             json={"request": request_id, "destination": destination},
-            headers={"authorization": f"Bearer {self.stack.admin_key}"},
+            headers=self.admin_headers(),
         )
         answer: dict[str, Any] = response.json()
         return {**answer, "status": response.status_code}
 
     async def instance_of(self, request_id: str) -> str | None:
-        """Where the request's blocks are, by the instances' own word."""
-        for instance in self.stack.instances:
-            status = await self.status(instance.id)
-            if any(entry["request_id"] == request_id and entry["state"] != "parked" for entry in status["requests"]):
-                return instance.id
-        return None
+        """Where the request runs, by the gateway's word."""
+        answer = await self.http.get(f"{self.url}/admin/requests", headers=self.admin_headers())
+        return next((entry["instance"] for entry in answer.json()["requests"] if entry["id"] == request_id), None)
+
+    @contextlib.asynccontextmanager
+    async def only(self, instance_id: str) -> AsyncIterator[None]:
+        """Requests that begin here begin on that instance: all others are draining."""
+        others = [instance.id for instance in self.stack.instances if instance.id != instance_id]
+        await self._drain(others, draining=True)
+        try:
+            yield
+        finally:
+            await self._drain(others, draining=False)
+
+    async def _drain(self, instance_ids: Sequence[str], *, draining: bool) -> None:
+        for instance_id in instance_ids:
+            url = f"{self.stack.instance(instance_id).url}/llumlet/drain"
+            headers = {SECRET_HEADER: self.stack.secret}
+            response = await self.http.post(url, json={"draining": draining}, headers=headers)
+            assert response.status_code == 200, response.text
+        async with asyncio.timeout(10):
+            while True:
+                answer = (await self.http.get(f"{self.url}/admin/instances", headers=self.admin_headers())).json()
+                reports = {entry["id"]: entry["report"] or {} for entry in answer["instances"]}
+                if all(reports.get(instance_id, {}).get("draining") is draining for instance_id in instance_ids):
+                    return
+                await asyncio.sleep(0.02)
 
     async def status(self, instance_id: str) -> dict[str, Any]:
         url = self.stack.instance(instance_id).url

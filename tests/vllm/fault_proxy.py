@@ -14,7 +14,7 @@ Fault = Callable[["HandshakeProxy", web.Request, bytes], Awaitable[web.StreamRes
 
 
 class HandshakeProxy:
-    """Forwards a destination's handshake routes; ``faults`` maps a step (reserve, stage, commit, abort) to its fault."""
+    """Forwards a destination's handshake routes; ``faults``: step (reserve, stage, commit, abort) to fault."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -52,7 +52,9 @@ class HandshakeProxy:
         return await fault(self, request, body)
 
     async def forward(self, request: web.Request, body: bytes) -> web.Response:
-        headers = {name: value for name, value in request.headers.items() if name.lower().startswith(("x-", "content-type"))}
+        headers = {
+            name: value for name, value in request.headers.items() if name.lower().startswith(("x-", "content-type"))
+        }
         async with self._http.request(request.method, self.target + request.path, data=body, headers=headers) as answer:
             return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
 

@@ -22,7 +22,8 @@ USAGE = {"stream_options": {"include_usage": True}}
 def assert_same(moved: Reply, alone: Reply) -> None:
     assert moved.tokens == alone.tokens
     assert moved.text == alone.text
-    assert moved.finish == alone.finish and len(moved.finish) == 1
+    assert moved.finish == alone.finish
+    assert len(moved.finish) == 1
     assert moved.usage == alone.usage
     assert moved.logprobs == alone.logprobs
     assert moved.roles == alone.roles
@@ -122,7 +123,8 @@ async def test_max_tokens_reached_around_the_move_is_exact(client: Client, token
     moved = await client.run(COMPLETIONS, move_at=[64 - tokens_before_the_end], **body)
     assert len(moved.moves) == 1
     assert_same(moved, alone)
-    assert len(moved.tokens) == 64 and moved.finish == [("length", None)]
+    assert len(moved.tokens) == 64
+    assert moved.finish == [("length", None)]
 
 
 async def test_fields_that_the_client_did_not_ask_for_do_not_appear(client: Client) -> None:
@@ -138,11 +140,15 @@ async def test_fields_that_the_client_did_not_ask_for_do_not_appear(client: Clie
             raw += chunk
             if moving is None and raw.count(b"data: ") > 30:
                 moving = await client.move(response.headers["x-request-id"])
-    assert moving is not None and moving["outcome"] == "committed"
-    assert b": kvferry" not in raw and b'"token_ids":[' not in raw
+    assert moving is not None
+    assert moving["outcome"] == "committed"
+    assert b": kvferry" not in raw
+    assert b'"token_ids":[' not in raw
     lines = [line for line in raw.decode().splitlines() if line.startswith("data: {")]
     reply.events = [json.loads(line.removeprefix("data: ")) for line in lines]
-    assert reply.text == alone.text and reply.roles == alone.roles and reply.finish == alone.finish
+    assert reply.text == alone.text
+    assert reply.roles == alone.roles
+    assert reply.finish == alone.finish
     assert {tuple(event) for event in reply.events} == {tuple(event) for event in alone.events}
     fields = {(tuple(choice), tuple(choice["delta"])) for choice in reply.choices()}
     assert fields == {(tuple(choice), tuple(choice["delta"])) for choice in alone.choices()}

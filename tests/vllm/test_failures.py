@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -46,7 +47,10 @@ class Moving:
     async def stream(self, **fields: Any) -> Reply:
         body = {"model": self.client.stack.model, "stream": True, "return_token_ids": True, **BODY, **fields}
         url = self.client.url + COMPLETIONS
-        async with self.client.http.stream("POST", url, json=body, headers=self.client.headers()) as response:
+        async with contextlib.AsyncExitStack() as stack:
+            async with self.client.only("a"):
+                request = self.client.http.stream("POST", url, json=body, headers=self.client.headers())
+                response = await stack.enter_async_context(request)
             assert response.status_code == 200, await response.aread()
             self.reply.request_id = response.headers["x-request-id"]
             async for event in events(response, self.reply):
@@ -68,11 +72,6 @@ class Moving:
         return result
 
 
-async def run_on_a(client: Client) -> None:
-    """The gateway sends the next request to the instance with the highest freeness, by id if equal: a."""
-    await client.wait_until_empty(3.0)
-
-
 @pytest.mark.parametrize(
     ("step", "fault"),
     [
@@ -92,19 +91,20 @@ async def test_a_move_that_fails_before_its_commit_is_known_leaves_the_request_r
     client: Client, proxy: HandshakeProxy, step: str, fault: Fault
 ) -> None:
     alone = await client.run(COMPLETIONS, **BODY)
-    await run_on_a(client)
     proxy.faults[step] = fault
     moving = Moving(client, proxy)
     stream, result = await asyncio.gather(moving.stream(), moving.order())
     assert proxy.reached.is_set()
-    assert result["outcome"] == "aborted" and result["reason"]
-    assert stream.tokens == alone.tokens and stream.text == alone.text and stream.finish == alone.finish
+    assert result["outcome"] == "aborted"
+    assert result["reason"]
+    assert stream.tokens == alone.tokens
+    assert stream.text == alone.text
+    assert stream.finish == alone.finish
     assert stream.done == 1
 
 
 async def test_a_request_moves_after_an_earlier_move_of_it_failed(client: Client, proxy: HandshakeProxy) -> None:
     alone = await client.run(COMPLETIONS, **BODY)
-    await run_on_a(client)
     proxy.faults["commit"] = lose_reply
     moving = Moving(client, proxy)
 
@@ -115,26 +115,27 @@ async def test_a_request_moves_after_an_earlier_move_of_it_failed(client: Client
 
     stream, (first, second) = await asyncio.gather(moving.stream(), twice())
     assert (first["outcome"], second["outcome"]) == ("aborted", "committed"), second
-    assert stream.tokens == alone.tokens and stream.text == alone.text
+    assert stream.tokens == alone.tokens
+    assert stream.text == alone.text
 
 
 async def test_a_request_that_finishes_during_its_move_ends_as_if_it_had_stayed(
     client: Client, proxy: HandshakeProxy
 ) -> None:
     alone = await client.run(COMPLETIONS, **BODY)
-    await run_on_a(client)
     proxy.faults["stage"] = hang
     moving = Moving(client, proxy)
     stream, result = await asyncio.gather(moving.stream(), moving.order())
     assert result["outcome"] == "aborted"
-    assert stream.tokens == alone.tokens and stream.finish == alone.finish and stream.done == 1
+    assert stream.tokens == alone.tokens
+    assert stream.finish == alone.finish
+    assert stream.done == 1
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 async def test_a_client_that_leaves_frees_both_instances_within_two_seconds(
     client: Client, proxy: HandshakeProxy, when: str
 ) -> None:
-    await run_on_a(client)
     moving = Moving(client, proxy)
     stream = asyncio.create_task(moving.stream(max_tokens=2000))
     order: asyncio.Task[dict[str, Any]] | None = None
@@ -157,21 +158,29 @@ async def test_a_client_that_leaves_frees_both_instances_within_two_seconds(
         assert (await order)["outcome"] == "aborted"
 
 
+async def on_a(client: Client, output_tokens: int) -> str:
+    """The id of the only request on instance a, once it has that many output tokens."""
+    async with asyncio.timeout(30):
+        while True:
+            for request in (await client.status("a"))["requests"]:
+                if request["output_tokens"] >= output_tokens:
+                    return str(request["request_id"])
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("move", [False, True])
 async def test_a_client_of_a_whole_reply_that_leaves_frees_both_instances_within_two_seconds(
-    client: Client, proxy: HandshakeProxy
+    client: Client, move: bool
 ) -> None:
-    await run_on_a(client)
     body = {"model": client.stack.model, **BODY, "max_tokens": 2000}
-    for move in (False, True):
+    async with client.only("a"):
         post = asyncio.create_task(client.http.post(client.url + COMPLETIONS, json=body, headers=client.headers()))
-        async with asyncio.timeout(30):
-            while not (requests := (await client.status("a"))["requests"]) or requests[0]["output_tokens"] < 20:
-                await asyncio.sleep(0.01)
-        if move:
-            assert (await client.move(requests[0]["request_id"], "b"))["outcome"] == "committed"
-        post.cancel()
-        await asyncio.wait([post])
-        await client.wait_until_empty(2.0)
+        request_id = await on_a(client, output_tokens=20)
+    if move:
+        assert (await client.move(request_id, "b"))["outcome"] == "committed"
+    post.cancel()
+    await asyncio.wait([post])
+    await client.wait_until_empty(2.0)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -215,11 +224,13 @@ async def test_a_stream_whose_destination_is_lost_after_the_commit_is_resumed_ex
     client = behind_cutting
     body = {**BODY, "temperature": 0.9, "seed": 11, "frequency_penalty": 0.4}
     alone = await client.run(COMPLETIONS, **body)
-    await run_on_a(client)
     reply = Reply()
     move: dict[str, Any] = {}
     request = {"model": client.stack.model, "stream": True, "return_token_ids": True, **body}
-    async with client.http.stream("POST", client.url + COMPLETIONS, json=request, headers=client.headers()) as response:
+    async with contextlib.AsyncExitStack() as stack:
+        async with client.only("a"):
+            stream = client.http.stream("POST", client.url + COMPLETIONS, json=request, headers=client.headers())
+            response = await stack.enter_async_context(stream)
         lost = False
         async for event in events(response, reply):
             for choice in event.get("choices", []):
@@ -230,9 +241,12 @@ async def test_a_stream_whose_destination_is_lost_after_the_commit_is_resumed_ex
                 cutting.refusing = True
                 cutting.cut()
                 lost = True
-    assert move["outcome"] == "committed" and lost
-    assert reply.tokens == alone.tokens and reply.text == alone.text
-    assert reply.finish == alone.finish and reply.done == 1
+    assert move["outcome"] == "committed"
+    assert lost
+    assert reply.tokens == alone.tokens
+    assert reply.text == alone.text
+    assert reply.finish == alone.finish
+    assert reply.done == 1
     assert len(reply.identity()) == 1, reply.identity()
 
 
@@ -242,23 +256,41 @@ async def test_a_destination_that_the_gateway_cannot_reach_at_the_move_is_replac
     """The llumlets agree on the move, but the gateway's own way to b is gone before it can bind there."""
     client = behind_cutting
     alone = await client.run(COMPLETIONS, **BODY)
-    await run_on_a(client)
     reply = Reply()
     move: asyncio.Task[dict[str, Any]] | None = None
     request = {"model": client.stack.model, "stream": True, "return_token_ids": True, **BODY}
-    async with client.http.stream("POST", client.url + COMPLETIONS, json=request, headers=client.headers()) as response:
+    async with contextlib.AsyncExitStack() as stack:
+        async with client.only("a"):
+            stream = client.http.stream("POST", client.url + COMPLETIONS, json=request, headers=client.headers())
+            response = await stack.enter_async_context(stream)
         async for event in events(response, reply):
             for choice in event.get("choices", []):
                 reply.tokens.extend(choice.get("token_ids") or [])
             if move is None and len(reply.tokens) >= 40:
                 cutting.refusing = True
                 cutting.cut()
-                move = asyncio.create_task(client.move(response.headers["x-request-id"], "b"))
+                move = asyncio.create_task(order_at_a(client, response.headers["x-request-id"]))
     assert move is not None
     moved = await move
     assert moved["outcome"] == "committed", moved
-    assert reply.tokens == alone.tokens and reply.text == alone.text
-    assert reply.finish == alone.finish and reply.done == 1
+    assert reply.tokens == alone.tokens
+    assert reply.text == alone.text
+    assert reply.finish == alone.finish
+    assert reply.done == 1
+
+
+async def order_at_a(client: Client, request_id: str) -> dict[str, Any]:
+    """Order a move at a's llumlet itself, with b's own address: the gateway would give the proxy's."""
+    order = {
+        "request_id": request_id,
+        "destination_id": "b",
+        "destination_url": client.stack.instance("b").url,
+    }
+    url = f"{client.stack.instance('a').url}/llumlet/migrate"
+    response = await client.http.post(url, json=order, headers={SECRET_HEADER: client.stack.secret})
+    assert response.status_code == 200, response.text
+    result: dict[str, Any] = response.json()
+    return result
 
 
 async def test_a_reply_that_is_not_streamed_survives_the_loss_of_its_destination(
@@ -271,14 +303,13 @@ async def test_a_reply_that_is_not_streamed_survives_the_loss_of_its_destination
         return await client.http.post(client.url + COMPLETIONS, json=request, headers=client.headers())
 
     alone = (await post()).json()
-    await run_on_a(client)
-    running = asyncio.create_task(post())
-    async with asyncio.timeout(30):
-        while not (requests := (await client.status("a"))["requests"]) or requests[0]["output_tokens"] < 40:
-            await asyncio.sleep(0.01)
-    assert (await client.move(requests[0]["request_id"], "b"))["outcome"] == "committed"
+    async with client.only("a"):
+        running = asyncio.create_task(post())
+        request_id = await on_a(client, output_tokens=40)
+    assert (await client.move(request_id, "b"))["outcome"] == "committed"
     cutting.refusing = True
     cutting.cut()
     response = await running
     assert response.status_code == 200, response.text
-    assert response.json()["choices"] == alone["choices"] and response.json()["usage"] == alone["usage"]
+    assert response.json()["choices"] == alone["choices"]
+    assert response.json()["usage"] == alone["usage"]

@@ -139,7 +139,11 @@ def test_a_resumed_request_is_parted_and_its_seed_stands_where_it_stood(compat: 
         generator=torch.Generator().manual_seed(5),
     )
     compat.split_resumed(request)
-    assert (request.prompt_token_ids, request.output_token_ids, request.num_prompt_tokens) == ([1, 2, 3, 4], [50, 51, 52], 4)
+    assert (request.prompt_token_ids, request.output_token_ids, request.num_prompt_tokens) == (
+        [1, 2, 3, 4],
+        [50, 51, 52],
+        4,
+    )
     compat.split_resumed(request)  # It enters the batch again after a preemption: nothing is parted twice.
     assert request.output_token_ids == [50, 51, 52]
     assert draw(request.generator) == draws[3]

@@ -160,13 +160,15 @@ FREEZE: dict[str, Any] = {"request_id": "r", "preemptions": 0, "blocks_from": 0,
 def test_only_finished_blocks_are_exported(bench: Bench) -> None:
     bench.request()
     export = bench.do("export", request_id="r")
-    assert export["state"] == "running" and export["block_ids"] == [50, 51]  # Ten tokens: two blocks and a half.
+    assert export["state"] == "running"
+    assert export["block_ids"] == [50, 51]
 
 
 def test_a_frozen_request_leaves_the_batch_at_once_and_answers_when_nothing_is_in_flight(bench: Bench) -> None:
     request = bench.request(in_flight=1)
     answer = bench.do("freeze", **FREEZE)
-    assert request not in bench.port.batch and not answer.done()
+    assert request not in bench.port.batch
+    assert not answer.done()
     request.num_in_flight_tokens = 0
     bench.agent.after_step()
     assert answer.result(0)["state"] == "migrating"
@@ -212,7 +214,8 @@ def test_a_silent_reservation_is_freed_when_its_lease_is_over(
     assert "m" in bench.agent.reservations
     monkeypatch.setattr(engine.time, "monotonic", lambda: now + 2 * engine.RESERVATION_LEASE_S)
     bench.do("arrivals")
-    assert bench.agent.reservations == {} and bench.port.blocks_free == BLOCKS
+    assert bench.agent.reservations == {}
+    assert bench.port.blocks_free == BLOCKS
     assert not bench.do("extend", resume_id="m", blocks=3, output_token_ids=[])["accepted"]
 
 
@@ -234,7 +237,8 @@ def test_a_full_batch_takes_no_more_reservations(bench: Bench) -> None:
 def test_blocks_in_the_prefix_cache_are_reused_and_copied_ones_are_entered_once(bench: Bench) -> None:
     bench.port.hits = 2
     answer = bench.reserve(blocks=3)
-    assert answer["reused"] == 2 and len(answer["block_ids"]) == 1
+    assert answer["reused"] == 2
+    assert len(answer["block_ids"]) == 1
     assert bench.do("received", resume_id="m", blocks=3)["accepted"]
     assert bench.port.cached == [(2, 3)]
 
@@ -242,12 +246,14 @@ def test_blocks_in_the_prefix_cache_are_reused_and_copied_ones_are_entered_once(
 def test_a_parked_request_is_queued_by_the_commit_and_releases_its_blocks_when_scheduled(bench: Bench) -> None:
     bench.reserve()
     request = bench.request(resume_id="m")
-    assert bench.port.batch == [] and bench.port.queued == []
+    assert bench.port.batch == []
+    assert bench.port.queued == []
     assert bench.do("commit", resume_id="m", output_token_ids=[7, 8])["accepted"]
     assert bench.port.queued == [(request, [7, 8])]
     assert bench.port.blocks_free == BLOCKS - 3  # The tail's block is free for the scheduler to take.
     bench.agent.after_schedule(SimpleNamespace(num_scheduled_tokens={request.request_id: 3}))
-    assert bench.port.blocks_free == BLOCKS and bench.agent.reservations == {}
+    assert bench.port.blocks_free == BLOCKS
+    assert bench.agent.reservations == {}
     (arrival,) = bench.do("arrivals")
     assert (arrival["request_id"], arrival["computed_tokens"]) == ("r", 3)
 
@@ -256,7 +262,9 @@ def test_tokens_that_are_complete_are_not_run(bench: Bench) -> None:
     bench.reserve()
     request = bench.request(resume_id="m")
     assert bench.do("commit", resume_id="m", output_token_ids=[7] * 9) == {"accepted": True, "finish": ("length", None)}
-    assert bench.port.queued == [] and bench.port.live == [] and bench.port.blocks_free == BLOCKS
+    assert bench.port.queued == []
+    assert bench.port.live == []
+    assert bench.port.blocks_free == BLOCKS
     assert request.output_token_ids == [7] * 9
 
 
@@ -274,11 +282,14 @@ def test_an_aborted_parked_request_gives_its_blocks_back(bench: Bench, committed
         bench.do("commit", resume_id="m", output_token_ids=[7])
     bench.agent.after_finish([request])
     assert bench.port.blocks_free == BLOCKS
-    assert bench.agent.reservations == {} and bench.agent.admitted == {} and bench.agent.managed == {}
+    assert bench.agent.reservations == {}
+    assert bench.agent.admitted == {}
+    assert bench.agent.managed == {}
 
 
 def test_unmanaged_requests_are_none_of_the_agents_business(bench: Bench) -> None:
-    for extra in (None, {}, {"kv_transfer_params": {}}):
+    strangers: list[dict[str, Any] | None] = [None, {}, {"kv_transfer_params": {}}]
+    for extra in strangers:
         assert bench.agent.receive(SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra))) is False
     assert bench.agent.receive(SimpleNamespace(sampling_params=None)) is False
     assert bench.agent.managed == {}

@@ -15,7 +15,7 @@ def test_settings_come_from_the_environment() -> None:
 
 
 def test_a_missing_secret_is_refused_with_what_to_do() -> None:
-    with pytest.raises(SettingsError, match="KVFERRY_SECRET.*Set it to the same random string everywhere"):
+    with pytest.raises(SettingsError, match=r"KVFERRY_SECRET.*Set it to the same random string everywhere"):
         settings_from_environment({})
 
 

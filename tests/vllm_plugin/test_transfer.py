@@ -55,7 +55,12 @@ class Pair:
         await self.source_client.order(5, op="grant", token=token, blocks=blocks, ttl_s=ttl_s)
 
     async def pull(
-        self, source_blocks: list[int], blocks: list[int], token: str = "t", port: int | None = None, migration: str = "m"
+        self,
+        source_blocks: list[int],
+        blocks: list[int],
+        token: str = "t",
+        port: int | None = None,
+        migration: str = "m",
     ) -> int:
         reply = await self.destination_client.order(
             5,
