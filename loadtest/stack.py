@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -186,7 +187,15 @@ class Stack:
             "KVFERRY_INSTANCE_ID": instance_id,
             **self._vllm_environment,
         }
-        command = [*self._vllm_command, "--model", str(self._model_directory), "--served-model-name", self.model]
+        # On few cores the servers' busy loops would starve the gateway and the client, which then see tokens in bursts.
+        command = [
+            *_nice(),
+            *self._vllm_command,
+            "--model",
+            str(self._model_directory),
+            "--served-model-name",
+            self.model,
+        ]
         command += ["--host", HOST, "--port", str(port), "--dtype", "float32"]
         command += ["--block-size", str(BLOCK_SIZE), "--max-model-len", str(MAX_MODEL_LENGTH)]
         # Compiling takes a minute and a C++ compiler, and gains little on a model this small.
@@ -258,6 +267,11 @@ class Stack:
         )
         text = answer.text
         return answer.status_code == 200 and all(f'"{instance.id}"' in text for instance in self.instances)
+
+
+def _nice() -> list[str]:
+    found = shutil.which("nice")
+    return [found, "-n", "5"] if found else []
 
 
 async def _status(client: httpx.AsyncClient, url: str, headers: Mapping[str, str]) -> int | None:

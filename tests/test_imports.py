@@ -75,3 +75,29 @@ def test_one_file_each_speaks_to_redis_and_to_the_instances() -> None:
         "httpx": {"cluster/llumlet.py"},
         "fastapi": {"admin.py", "app.py"},
     }
+
+
+ROOT = PACKAGE.parent
+
+
+def test_the_plugin_and_the_load_tests_know_the_gateway_only_by_its_messages_and_its_policy() -> None:
+    for path in [*ROOT.glob("vllm_plugin/*.py"), *ROOT.glob("loadtest/**/*.py")]:
+        ours = {name for name in imports(path) if name.split(".")[0] == "gateway"}
+        assert all(name.split(".")[1] in ("wire", "policy") for name in ours), path
+        assert "vllm_plugin" not in {name.split(".")[0] for name in imports(path)} or path.parent.name == "vllm_plugin"
+
+
+def test_one_module_alone_names_what_is_vllms() -> None:
+    importers = {
+        path.name
+        for path in ROOT.glob("vllm_plugin/*.py")
+        if {"vllm", "torch"} & {name.split(".")[0] for name in imports(path)}
+    }
+    assert importers <= {"compat.py", *TYPES_ONLY}
+    for name in TYPES_ONLY:
+        text = (ROOT / "vllm_plugin" / name).read_text()
+        assert text.count("from vllm.") == text.split("if TYPE_CHECKING:")[1].split("\n\n")[0].count("from vllm.")
+
+
+TYPES_ONLY = {"engine.py"}
+"""They name a type of vLLM's in annotations, which nothing imports at run time."""

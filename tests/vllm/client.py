@@ -14,6 +14,7 @@ import httpx
 from gateway.wire import SECRET_HEADER
 from loadtest.stack import Stack
 
+ATTEMPTS_MAX = 5
 CORRUPT_VARIABLE = "KVFERRY_TEST_CORRUPT"
 """Names the file whose presence makes both servers write zeros instead of copied blocks (``corrupting.py``)."""
 
@@ -99,18 +100,36 @@ class Client:
     def admin_headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.stack.admin_key}"}
 
-    async def run(self, path: str, move_at: Sequence[int] = (), **body: Any) -> Reply:
+    async def moved(self, path: str, expected: Reply, move_at: Sequence[int] = (40,), **body: Any) -> Reply:
+        """A stream that moved as often as asked. On a busy machine the order may come when the stream has ended: then
+        it has to equal what was expected all the same, and is tried again."""
+        for _ in range(ATTEMPTS_MAX):
+            reply = await self.run(path, move_at, **body)
+            if len(reply.committed()) == len(move_at):
+                return reply
+            assert (reply.tokens, reply.text) == (expected.tokens, expected.text)
+        raise AssertionError(f"{ATTEMPTS_MAX} streams, and none moved in time: {reply.outcomes()}")
+
+    @contextlib.asynccontextmanager
+    async def stream(self, path: str, start_on: str | None = None, **body: Any) -> AsyncIterator[httpx.Response]:
+        """A stream whose head is here; it runs on ``start_on`` if that is given."""
+        request = {"model": self.stack.model, "stream": True, "return_token_ids": True, **body}
+        async with contextlib.AsyncExitStack() as stack:
+            async with self.only(start_on) if start_on is not None else contextlib.nullcontext():
+                response = await stack.enter_async_context(
+                    self.http.stream("POST", self.url + path, json=request, headers=self.headers())
+                )
+            assert response.status_code == 200, await response.aread()
+            yield response
+
+    async def run(self, path: str, move_at: Sequence[int] = (), start_on: str | None = None, **body: Any) -> Reply:
         """A whole stream. Moves alternate between the two instances, beginning away from where it runs."""
         reply = Reply()
         ordered = list(move_at)
         moving: asyncio.Task[dict[str, Any]] | None = None
-        body = {"model": self.stack.model, "stream": True, "return_token_ids": True, **body}
-        async with self.http.stream("POST", self.url + path, json=body, headers=self.headers()) as response:
-            assert response.status_code == 200, await response.aread()
+        async with self.stream(path, start_on, **body) as response:
             reply.request_id = response.headers["x-request-id"]
-            async for event in events(response, reply):
-                for choice in event.get("choices", []):
-                    reply.tokens.extend(choice.get("token_ids") or [])
+            async for _ in events(response, reply):
                 if moving is not None and moving.done():
                     reply.moves.append(moving.result())
                     moving = None
@@ -215,4 +234,6 @@ async def events(response: httpx.Response, reply: Reply) -> AsyncIterator[dict[s
             continue
         event = json.loads(data)
         reply.events.append(event)
+        for choice in event.get("choices", []):
+            reply.tokens.extend(choice.get("token_ids") or [])
         yield event
