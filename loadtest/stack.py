@@ -168,6 +168,7 @@ class Stack:
             self._instances_ready,
             self._start_timeout_s,
         )
+        await self._warm_up()
         if self._with_gateway:
             self._start_gateway()
             await self._wait("starting the gateway", {}, self._gateway_ready, GATEWAY_TIMEOUT_S)
@@ -207,6 +208,24 @@ class Stack:
         log = self.log_directory / f"vllm-{instance_id}.log"
         process = ManagedProcess(f"vLLM server {instance_id}", command, log=log, environment=environment)
         return Instance(instance_id, f"http://{HOST}:{port}", process)
+
+    async def _warm_up(self) -> None:
+        """vLLM makes some of its kernels at the first request that needs them, which takes seconds on a CPU."""
+        body = {
+            "model": self.model,
+            "prompt": "warm up",
+            "max_tokens": 4,
+            "logprobs": 1,
+            "seed": 1,
+            "presence_penalty": 0.1,
+            "repetition_penalty": 1.1,
+        }
+        with self._progress.step("warming up"):
+            async with httpx.AsyncClient(timeout=INSTANCE_TIMEOUT_S, trust_env=False) as client:
+                posts = (client.post(f"{instance.url}/v1/completions", json=body) for instance in self.instances)
+                for answer in await asyncio.gather(*posts):
+                    if answer.status_code != 200:
+                        raise StackFailed(f"a server refused its first request: {answer.text}")
 
     def _start_gateway(self) -> None:
         port = self._gateway_port or free_port()

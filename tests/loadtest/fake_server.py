@@ -12,6 +12,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200 if has_plugin and self.path == "/llumlet/status" else 404)
         self.end_headers()
 
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+
     def log_message(self, *arguments: object) -> None:
         """Quiet."""
 
