@@ -450,6 +450,15 @@ def why_cannot_move(engine_client: Any, params: Any, options: dict[str, Any]) ->
     return None
 
 
+def why_chats_cannot_move(arguments: Any) -> str | None:
+    """A parser's state is built from the text as it came, piece by piece; a replay in one piece was not tested."""
+    if getattr(arguments, "reasoning_parser", None):
+        return "reasoning parser"
+    if getattr(arguments, "tool_call_parser", None):
+        return "tool parser"
+    return None
+
+
 def is_final_only(params: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 

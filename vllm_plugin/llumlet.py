@@ -63,6 +63,7 @@ class Llumlet:
         engine_client: Any,
         description: dict[str, Any],
         data: Data,
+        chat_obstacle: str | None,
     ) -> None:
         self.settings = settings
         self.instance_id = instance_id
@@ -72,6 +73,8 @@ class Llumlet:
         self._engine_client = engine_client
         self._description = description
         self._data = data
+        self._chat_obstacle = chat_obstacle
+        """Why chats on this server cannot move, if none can."""
         self._sessions: dict[str, Session] = {}
         self._incoming: dict[str, Incoming] = {}
         self._outgoing: dict[str, Migration] = {}
@@ -108,7 +111,7 @@ class Llumlet:
 
     # Managed requests.
 
-    def open_session(self, request_id: str, resume_id: str | None) -> Session:
+    def open_session(self, request_id: str, resume_id: str | None, *, is_chat: bool) -> Session:
         """For one HTTP request of a gateway. Raises Refused if nothing is known under ``resume_id``."""
         incoming = None
         if resume_id is not None:
@@ -117,7 +120,8 @@ class Llumlet:
                 raise Refused("nothing is known under this resume id")
             if incoming.request_id != request_id:
                 raise Refused("this resume id belongs to another request")
-        session = Session(request_id, incoming, self._engine_client)
+        obstacle = self._chat_obstacle if is_chat else None
+        session = Session(request_id, incoming, self._engine_client, obstacle)
         self._sessions[request_id] = session
         return session
 
@@ -493,6 +497,11 @@ class Commit(Stage):
     output_tokens: int
     logprobs: list[Any] | None
     cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(wire.Message):
+    reason: str = ""
 
 
 async def start_data_plane(settings: Settings, engine_client: Any, description: dict[str, Any]) -> Data:

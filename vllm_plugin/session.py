@@ -28,9 +28,12 @@ class ResumeFailed(Exception):
 class Session:
     """State of one managed request. ``moved`` and ``failed`` end the reply early, ``live`` opens a resumed one."""
 
-    def __init__(self, request_id: str, incoming: Incoming | None, engine_client: Any) -> None:
+    def __init__(
+        self, request_id: str, incoming: Incoming | None, engine_client: Any, obstacle: str | None = None
+    ) -> None:
         self.request_id = request_id
         self.incoming = incoming
+        self._obstacle = obstacle
         self.reason: str | None = "it has not started"
         """Why the request cannot move, ``None`` if it can."""
         self.state: Any = None
@@ -146,7 +149,7 @@ class Session:
             await asyncio.sleep(0)
         else:
             return  # It was refused: whoever awaits ``first`` gets the reason.
-        self.reason = compat.why_cannot_move(self._engine_client, sampling_params, options)
+        self.reason = self._obstacle or compat.why_cannot_move(self._engine_client, sampling_params, options)
         if self.incoming is not None:
             self._refuse_to_resume()
             self.incoming.attach(self)
