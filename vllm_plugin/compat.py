@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.engine.output_processor import RequestState
 
-__all__ = ["AsyncScheduler", "ModelRunnerOutput", "Request", "RequestStatus", "SchedulerOutput"]
+__all__ = ["AsyncScheduler", "EngineDeadError", "ModelRunnerOutput", "Request", "RequestStatus", "SchedulerOutput"]
 
 logger = logging.getLogger("vllm.kvferry.compat")
 

@@ -83,6 +83,7 @@ class Llumlet:
         self._report: wire.Report | None = None
         self._reported = asyncio.Condition()
         self._sequence = 0
+        self._ended = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._http: aiohttp.ClientSession | None = None
 
@@ -380,25 +381,37 @@ class Llumlet:
         )
 
     async def reports(self) -> AsyncIterator[wire.Report]:
-        """Every report from now on; the newest at once."""
+        """Every report from now on, the newest at once; ends with the engine, or it would hold up the server's end."""
         seen = -1
         while True:
             async with self._reported:
-                while (report := self._report) is None or report.sequence == seen:
+                while not self._ended and ((report := self._report) is None or report.sequence == seen):
                     await self._reported.wait()
+                if self._ended or report is None:
+                    return
             seen = report.sequence
             yield report
 
     async def _tick_forever(self) -> None:
-        while True:
-            started = time.monotonic()
-            report = await self._make_report()
+        try:
+            while True:
+                await self._tick()
+        except compat.EngineDeadError:
+            logger.info("the engine has ended, and so do the reports")
+        finally:
             async with self._reported:
-                self._report = report
+                self._ended = True
                 self._reported.notify_all()
-            await self._follow_pairing()
-            await self._expire()
-            await asyncio.sleep(max(0.0, started + REPORT_INTERVAL_S - time.monotonic()))
+
+    async def _tick(self) -> None:
+        started = time.monotonic()
+        report = await self._make_report()
+        async with self._reported:
+            self._report = report
+            self._reported.notify_all()
+        await self._follow_pairing()
+        await self._expire()
+        await asyncio.sleep(max(0.0, started + REPORT_INTERVAL_S - time.monotonic()))
 
     async def _expire(self) -> None:
         now = time.monotonic()
@@ -453,10 +466,10 @@ class Llumlet:
     def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_end)
         return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _on_task_end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a task of the llumlet ended: %r", error, exc_info=error)

@@ -83,3 +83,11 @@ async def test_with_one_instance_dead_new_requests_go_to_the_other(lone_client: 
     replies = await asyncio.gather(*(lone_client.run(COMPLETIONS, **BODY) for _ in range(3)))
     assert len({tuple(reply.tokens) for reply in replies}) == 1
     assert all(reply.done == 1 for reply in replies)
+
+
+async def test_a_server_that_is_told_to_end_does_so_although_a_gateway_reads_its_reports(lone_client: Client) -> None:
+    process = lone_client.stack.instance("a").process
+    os.kill(process.pid, signal.SIGTERM)
+    async with asyncio.timeout(20):
+        while process.exit_status is None:
+            await asyncio.sleep(0.1)
