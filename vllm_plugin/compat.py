@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import PurePath
@@ -152,7 +153,12 @@ class EnginePort:
         self._scheduler.running.remove(request)
 
     def resume_scheduling(self, request: Request) -> None:
-        self._scheduler.running.append(request)
+        """Put it back into the batch, or, if its place was taken meanwhile, first into the queue, as if preempted."""
+        scheduler = self._scheduler
+        if len(scheduler.running) < scheduler.max_num_running_reqs:
+            scheduler.running.append(request)
+        else:
+            scheduler._preempt_request(request, time.monotonic())
 
     def finish(self, request: Request) -> None:
         """End a request without an output; its blocks are freed and stay in the prefix cache."""
@@ -199,6 +205,10 @@ class EnginePort:
 
     def new_blocks(self, count: int) -> list[KVCacheBlock]:
         return list(self._pool.get_new_blocks(count))
+
+    def pin_blocks(self, blocks: list[KVCacheBlock]) -> None:
+        """One more reference on each: they keep their content until it is given up, whatever becomes of the request."""
+        self._pool.touch(blocks)
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Give references up; the last blocks of a sequence are evicted first."""
@@ -478,11 +488,16 @@ def replace_generate(engine_client: Any, wrap: Callable[[Any], Callable[..., Asy
     engine_client.generate = wrap(engine_client.generate)
 
 
-def front_end_state(engine_client: Any, external_id: str) -> RequestState | None:
-    """The output processor's state of the request that was last added under ``external_id``."""
-    processor = engine_client.output_processor
-    internal_ids = processor.external_req_ids.get(external_id)
-    return processor.request_states.get(internal_ids[-1]) if internal_ids else None
+def front_end_ids(engine_client: Any, external_id: str) -> set[str]:
+    """vLLM's internal ids of the requests that are known under ``external_id`` now."""
+    return set(engine_client.output_processor.external_req_ids.get(external_id, ()))
+
+
+def front_end_state(engine_client: Any, external_id: str, but: set[str]) -> RequestState | None:
+    """The output processor's state of the request under ``external_id`` that is none of ``but``, once it is there."""
+    for internal_id in front_end_ids(engine_client, external_id) - but:
+        return engine_client.output_processor.request_states.get(internal_id)
+    return None
 
 
 def front_end_tokens(state: RequestState) -> int:

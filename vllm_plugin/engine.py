@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_plugin import compat
-from vllm_plugin.settings import FREEZE_LIMIT_S, RESERVATION_LEASE_S, UNCLAIMED_LEASE_S
+from vllm_plugin.settings import FREEZE_LIMIT_S, PIN_LIMIT_S, RESERVATION_LEASE_S, UNCLAIMED_LEASE_S
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -54,6 +54,18 @@ class Reservation:
     deadline: float
     parked: compat.Request | None = None
     committed: bool = False
+    writing: bool = False
+    """A worker writes into the blocks, from ``extend`` until ``received`` or ``written``: they must not be freed."""
+    doomed: bool = False
+    """To be released as soon as nothing writes any more."""
+
+
+@dataclass
+class Pins:
+    """Blocks of a source that a peer reads: their content stays even if the request ends or is preempted meanwhile."""
+
+    blocks: list[KVCacheBlock]
+    deadline: float
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,7 @@ class EngineAgent:
     managed: dict[str, compat.Request] = field(default_factory=dict)
     frozen: dict[str, Frozen] = field(default_factory=dict)
     reservations: dict[str, Reservation] = field(default_factory=dict)
+    pins: dict[str, Pins] = field(default_factory=dict)
     admitted: dict[str, str] = field(default_factory=dict)
     """Engine request id -> resume id, from ``commit`` until first scheduled."""
     arrivals: deque[Arrival] = field(default_factory=lambda: deque(maxlen=ARRIVALS_KEPT))
@@ -105,6 +118,10 @@ class EngineAgent:
                 return self.extend(**payload)
             case "received":
                 return self.mark_received(**payload)
+            case "written":
+                return self.mark_written(**payload)
+            case "unpin":
+                return self.unpin(**payload)
             case "commit":
                 return self.commit(**payload)
             case "cancel":
@@ -171,8 +188,9 @@ class EngineAgent:
             self._forget(extra[compat.REQUEST_KEY], request)
             self.admitted.pop(request.request_id, None)
             resume_id = extra.get(compat.RESUME_KEY)
-            if resume_id in self.reservations and self.reservations[resume_id].parked is request:
-                self._release(self.reservations.pop(resume_id))
+            reservation = self.reservations.get(resume_id)
+            if reservation is not None and reservation.parked is request:
+                self._drop(resume_id, reservation)
 
     def expire(self) -> None:
         """Leases and deadlines that are over; called at least with every report."""
@@ -181,8 +199,10 @@ class EngineAgent:
             if frozen.deadline < now:
                 logger.warning("unfreeze %s: the final stage took over %.0f s", request_id, FREEZE_LIMIT_S)
                 self.unfreeze(request_id)
+        for request_id in [request_id for request_id, pins in self.pins.items() if pins.deadline < now]:
+            self.unpin(request_id)
         for resume_id, reservation in list(self.reservations.items()):
-            if reservation.deadline < now and not reservation.committed:
+            if reservation.deadline < now and not reservation.committed and not reservation.writing:
                 logger.warning("reservation %s expired", resume_id)
                 self.cancel(resume_id)
 
@@ -237,16 +257,21 @@ class EngineAgent:
     # Operations: source side.
 
     def export(self, request_id: str, blocks_from: int = 0, tokens_from: int = 0) -> dict[str, Any]:
-        """What a stage may send: finished blocks from number ``blocks_from`` on, output tokens from ``tokens_from``."""
+        """What a stage may send: finished blocks from number ``blocks_from`` on, output tokens from ``tokens_from``.
+
+        The blocks are pinned until the next export of the request, or ``unpin``.
+        """
         request = self.managed.get(request_id)
         if request is None or not self.port.is_live(request):
             return {"state": "gone", "reason": "the request has finished"}
         status = self.status(request_id)
         full_blocks = self.port.computed_tokens(request) // self.port.block_size
+        blocks = self.port.held_blocks(request)[blocks_from:full_blocks]
+        self._pin(request_id, blocks)
         return {
             "state": status["state"],
             "reason": status["reason"],
-            "block_ids": [block.block_id for block in self.port.held_blocks(request)[blocks_from:full_blocks]],
+            "block_ids": [block.block_id for block in blocks],
             "output_token_ids": list(request.output_token_ids[tokens_from:]),
             "preemptions": request.num_preemptions,
             "prompt_tokens": request.num_prompt_tokens,
@@ -288,6 +313,12 @@ class EngineAgent:
         self.port.finish(frozen.request)
         return {"detached": True}
 
+    def unpin(self, request_id: str) -> dict[str, Any]:
+        pins = self.pins.pop(request_id, None)
+        if pins is not None:
+            self.port.free_blocks(pins.blocks)
+        return {}
+
     # Operations: destination side.
 
     def reserve(
@@ -315,7 +346,7 @@ class EngineAgent:
     def extend(self, resume_id: str, blocks: int, output_token_ids: list[int]) -> dict[str, Any]:
         """More blocks for a sequence that has grown to ``blocks`` finished ones; renews the lease."""
         reservation = self.reservations.get(resume_id)
-        if reservation is None:
+        if reservation is None or reservation.doomed:
             return {"accepted": False, "reason": "the reservation has expired"}
         reservation.deadline = time.monotonic() + RESERVATION_LEASE_S
         reservation.shadow.append_output_token_ids(output_token_ids)
@@ -325,16 +356,30 @@ class EngineAgent:
         new = self.port.new_blocks(missing) if missing > 0 else []
         reservation.blocks.extend(new)
         pending = reservation.blocks[reservation.received : blocks]
+        reservation.writing = bool(pending)
         return {"accepted": True, "block_ids": [block.block_id for block in pending]}
 
     def mark_received(self, resume_id: str, blocks: int) -> dict[str, Any]:
         """The first ``blocks`` blocks are here: make the new ones findable."""
         reservation = self.reservations.get(resume_id)
-        if reservation is None:
+        if reservation is None or reservation.doomed:
+            self.mark_written(resume_id)
             return {"accepted": False, "reason": "the reservation has expired"}
         self.port.cache_blocks(reservation.shadow, reservation.blocks, reservation.received, blocks)
         reservation.received = max(reservation.received, blocks)
+        reservation.deadline = time.monotonic() + RESERVATION_LEASE_S
+        reservation.writing = False
         return {"accepted": True}
+
+    def mark_written(self, resume_id: str) -> dict[str, Any]:
+        """Nothing writes into the blocks any more, and what was written is of no use."""
+        reservation = self.reservations.get(resume_id)
+        if reservation is not None:
+            reservation.writing = False
+            reservation.deadline = time.monotonic() + RESERVATION_LEASE_S
+            if reservation.doomed:
+                self._drop(resume_id, reservation)
+        return {}
 
     def commit(self, resume_id: str, output_token_ids: list[int]) -> dict[str, Any]:
         """Queue the parked request, first in line, to go on after ``output_token_ids`` (all of them).
@@ -342,7 +387,7 @@ class EngineAgent:
         If they are all that it may have (``finish`` in the answer), there is nothing to run.
         """
         reservation = self.reservations.get(resume_id)
-        if reservation is None or reservation.parked is None or reservation.committed:
+        if reservation is None or reservation.parked is None or reservation.committed or reservation.doomed:
             return {"accepted": False, "reason": "the request is not waiting here"}
         ending = self.port.ending(reservation.parked, output_token_ids)
         if ending is not None:
@@ -357,12 +402,13 @@ class EngineAgent:
 
     def cancel(self, resume_id: str) -> dict[str, Any]:
         """Give a reservation up, with the request that was parked for it."""
-        reservation = self.reservations.pop(resume_id, None)
+        reservation = self.reservations.get(resume_id)
         if reservation is None:
             return {"cancelled": False}
-        self._release(reservation)
-        if reservation.parked is not None and self.port.is_live(reservation.parked):
-            self.port.finish(reservation.parked)
+        parked, reservation.parked = reservation.parked, None
+        self._drop(resume_id, reservation)
+        if parked is not None and self.port.is_live(parked):
+            self.port.finish(parked)
         return {"cancelled": True}
 
     # Helpers.
@@ -372,6 +418,21 @@ class EngineAgent:
     ) -> Reservation:
         lease_s = RESERVATION_LEASE_S if blocks or spare else UNCLAIMED_LEASE_S
         return Reservation(shadow, blocks, 0, 0, spare, time.monotonic() + lease_s)
+
+    def _pin(self, request_id: str, blocks: list[KVCacheBlock]) -> None:
+        self.port.pin_blocks(blocks)
+        self.unpin(request_id)
+        if blocks:
+            self.pins[request_id] = Pins(blocks, time.monotonic() + PIN_LIMIT_S)
+
+    def _drop(self, resume_id: str, reservation: Reservation) -> None:
+        """Release a reservation, now or when nothing writes into its blocks any more."""
+        if reservation.writing:
+            reservation.doomed = True
+            reservation.parked = None
+            return
+        del self.reservations[resume_id]
+        self._release(reservation)
 
     def _release(self, reservation: Reservation) -> None:
         self.port.free_blocks([*reservation.blocks, *reservation.spare])

@@ -8,12 +8,15 @@ replayed through the front end as they become known, so that at the commit only 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any, Protocol
 
 from vllm_plugin import compat
 from vllm_plugin.session import Session
 from vllm_plugin.settings import COMMIT_TIMEOUT_S, RESERVATION_LEASE_S
+
+logger = logging.getLogger("vllm.kvferry.incoming")
 
 
 class Refused(Exception):
@@ -119,28 +122,34 @@ class Incoming:
             await self._finish(session)
         except Refused as refusal:
             session.fail(str(refusal))
+        except Exception as error:
+            logger.exception("resume %s of %s failed", self.resume_id, self.request_id)
+            session.fail(f"internal error: {type(error).__name__}")
 
     async def _finish(self, session: Session) -> None:
         self.replay()
         if self.cached_tokens is not None:
             compat.set_cached_tokens(session.state, self.cached_tokens)
         session.check()
-        try:
-            # Nothing new may be produced before the consumer has taken the replay: vLLM would merge the two.
-            async with asyncio.timeout(COMMIT_TIMEOUT_S):
-                await session.drained.wait()
-        except TimeoutError:
-            raise Refused("the destination did not get through the replay in time") from None
+        # Nothing new may be produced before the consumer has taken the replay: vLLM would merge the two.
+        if not await _first_of(session.drained, session.closed, COMMIT_TIMEOUT_S):
+            raise Refused("the destination did not get through the replay")
+        ending = await self._start(session)
+        if session.open_reply is not None:
+            await session.open_reply()
+        if ending is not None:
+            session.finish_reply(*ending)
+
+    async def _start(self, session: Session) -> tuple[str, int | str | None] | None:
+        """Let the engine go on; or how the reply ends, if the tokens that arrived are all that it may have."""
+        if self._stop_string is not None:  # As in vLLM, it comes before max_tokens.
+            await self._engine("cancel", resume_id=self.resume_id)
+            return "stop", self._stop_string
         answer = await self._engine("commit", resume_id=self.resume_id, output_token_ids=self.tokens)
         if not answer["accepted"]:
             raise Refused(answer["reason"])
-        if session.open_reply is not None:
-            await session.open_reply()
-        if answer["finish"] is not None:
-            session.finish_reply(*answer["finish"])
-        elif self._stop_string is not None:
-            session.finish_reply("stop", self._stop_string)
-            await self._engine("cancel", resume_id=self.resume_id)
+        reason = answer["finish"]
+        return (str(reason[0]), reason[1]) if reason is not None else None
 
     async def close(self, reason: str) -> None:
         """Give up: free what the engine holds, and tell the gateway if it waits."""
@@ -149,3 +158,14 @@ class Incoming:
             await self._engine("cancel", resume_id=self.resume_id)
         if self.session is not None:
             self.session.fail(reason)
+
+
+async def _first_of(wanted: asyncio.Event, other: asyncio.Event, timeout_s: float) -> bool:
+    """Whether ``wanted`` is set before ``other`` is, and in time."""
+    waits = [asyncio.create_task(event.wait()) for event in (wanted, other)]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return wanted.is_set()

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,8 @@ from vllm_plugin.settings import (
 from vllm_plugin.transfer import AgentClient, TransferError
 
 logger = logging.getLogger("vllm.kvferry.llumlet")
+
+ABORTED_KEPT = 256
 
 
 class NoSuchRequest(Exception):
@@ -78,8 +81,11 @@ class Llumlet:
         self._sessions: dict[str, Session] = {}
         self._incoming: dict[str, Incoming] = {}
         self._outgoing: dict[str, Migration] = {}
+        self._aborted: deque[str] = deque(maxlen=ABORTED_KEPT)
         self._pairing: wire.Pairing | None = None
         self._pairing_until = 0.0
+        self._pairing_rests_until = 0.0
+        """A destination that has just refused, or failed, is not asked again at once."""
         self._report: wire.Report | None = None
         self._reported = asyncio.Condition()
         self._sequence = 0
@@ -127,6 +133,7 @@ class Llumlet:
         return session
 
     def close_session(self, session: Session) -> None:
+        session.closed.set()
         if self._sessions.get(session.request_id) is session:
             del self._sessions[session.request_id]
         outgoing = self._outgoing.get(session.request_id)
@@ -158,13 +165,14 @@ class Llumlet:
     async def reserve(self, migration_id: str, body: Reserve) -> dict[str, Any]:
         if self.draining:
             raise Refused("the destination is draining")
-        arriving = sum(1 for entry in self._incoming.values() if entry.is_migration)
-        if arriving >= MIGRATIONS_IN_MAX or migration_id in self._incoming:
+        if migration_id in self._aborted:
+            raise Refused("the migration was given up")
+        if self._arriving() >= MIGRATIONS_IN_MAX or migration_id in self._incoming:
             raise Refused("the destination takes no more migrations now")
         incoming = Incoming(migration_id, body.request_id, self.engine)
         incoming.copy = self._data.kv_format is not None and self._data.kv_format == body.kv_format
         incoming.is_migration = True
-        incoming.rank_agents = [(str(host), int(port)) for host, port in body.agents]
+        incoming.rank_agents = read_agents(body.agents)
         incoming.copy = incoming.copy and len(incoming.rank_agents) == len(self._data.agents)
         incoming.read_token = body.read_token
         self._incoming[migration_id] = incoming
@@ -186,6 +194,10 @@ class Llumlet:
         incoming.blocks = answer["reused"]
         incoming.extend(0, body.output_token_ids)
         return {"copy": incoming.copy, "reused": answer["reused"]}
+
+    def _arriving(self) -> int:
+        """Migrations whose copy is under way; one that is committed needs no more than its request does."""
+        return sum(1 for entry in self._incoming.values() if entry.is_migration and not entry.committed)
 
     async def stage(self, migration_id: str, body: Stage) -> dict[str, Any]:
         incoming = self._known(migration_id)
@@ -209,14 +221,15 @@ class Llumlet:
         return {"bytes": fetched, "bound": bound}
 
     async def abort(self, migration_id: str, reason: str) -> None:
+        self._aborted.append(migration_id)  # Its reserve may still be on the way, on another connection.
         if (incoming := self._incoming.get(migration_id)) is not None:
             await self._give_up(incoming, f"the source gave the migration up: {reason}")
 
     async def _give_up(self, incoming: Incoming, reason: str) -> None:
         self._incoming.pop(incoming.resume_id, None)
-        await incoming.close(reason)
         if incoming.is_migration:
-            await self._close_source(incoming.resume_id)
+            await self._close_source(incoming.resume_id)  # First: it ends a pull that is under way.
+        await incoming.close(reason)
 
     def _known(self, migration_id: str) -> Incoming:
         incoming = self._incoming.get(migration_id)
@@ -257,6 +270,18 @@ class Llumlet:
         return fetched
 
     async def _pull(self, incoming: Incoming, source: list[int], blocks: list[int], timeout_s: float) -> int:
+        """Have the workers fetch blocks. The engine is not to free them before this has ended, one way or the other."""
+        try:
+            return await self._order_pulls(incoming, source, blocks, timeout_s)
+        except BaseException:
+            await asyncio.shield(self._spawn(self._end_pull(incoming.resume_id)))
+            raise
+
+    async def _end_pull(self, migration_id: str) -> None:
+        await self._close_source(migration_id)
+        await self.engine("written", resume_id=migration_id)
+
+    async def _order_pulls(self, incoming: Incoming, source: list[int], blocks: list[int], timeout_s: float) -> int:
         answers = await asyncio.gather(
             *(
                 agent.order(
@@ -332,6 +357,8 @@ class Llumlet:
             return
         if len(self._outgoing) >= min(pairing.concurrency, MIGRATIONS_OUT_MAX):
             return
+        if time.monotonic() < self._pairing_rests_until:
+            return
         chosen = self._choose(await self.engine("requests"))
         if chosen is not None:
             order = wire.MigrateOrder(chosen, pairing.destination_id, pairing.destination_url)
@@ -339,9 +366,12 @@ class Llumlet:
 
     async def _try_migrate(self, order: wire.MigrateOrder) -> None:
         try:
-            await self.migrate(order)
+            committed = (await self.migrate(order)).outcome == "committed"
         except (Refused, NoSuchRequest) as refusal:
             logger.info("migrate %s: %s", order.request_id, refusal)
+            committed = False
+        if not committed:
+            self._pairing_rests_until = time.monotonic() + SETTLE_S
 
     def _choose(self, requests: list[dict[str, Any]]) -> str | None:
         """Lowest execution priority first, then the shortest sequence; ties by id (paper, section 4.4.3)."""
@@ -395,29 +425,34 @@ class Llumlet:
     async def _tick_forever(self) -> None:
         try:
             while True:
-                await self._tick()
-        except compat.EngineDeadError:
-            logger.info("the engine has ended, and so do the reports")
+                started = time.monotonic()
+                try:
+                    await self._tick()
+                except compat.EngineDeadError:
+                    logger.info("the engine has ended, and so do the reports")
+                    return
+                except Exception:  # One bad round must not end reports, leases and pairings for good.
+                    logger.exception("a round of the llumlet failed")
+                await asyncio.sleep(max(0.0, started + REPORT_INTERVAL_S - time.monotonic()))
         finally:
             async with self._reported:
                 self._ended = True
                 self._reported.notify_all()
 
     async def _tick(self) -> None:
-        started = time.monotonic()
         report = await self._make_report()
         async with self._reported:
             self._report = report
             self._reported.notify_all()
         await self._follow_pairing()
-        await self._expire()
-        await asyncio.sleep(max(0.0, started + REPORT_INTERVAL_S - time.monotonic()))
+        self._expire()
 
-    async def _expire(self) -> None:
+    def _expire(self) -> None:
         now = time.monotonic()
         for incoming in list(self._incoming.values()):
             if incoming.deadline < now and not (incoming.session is not None and incoming.session.live):
-                await self._give_up(incoming, "nobody came for it in time")
+                del self._incoming[incoming.resume_id]
+                self._spawn(self._give_up(incoming, "nobody came for it in time"))
 
     async def _make_report(self) -> wire.Report:
         counts = await self.engine("report")
@@ -459,7 +494,7 @@ class Llumlet:
             queued_blocks=sum(waiting),
             step_ms=counts["step_ms"],
             draining=self.draining,
-            migrations_in=sum(1 for entry in self._incoming.values() if entry.is_migration),
+            migrations_in=self._arriving(),
             migrations_out=len(self._outgoing),
         )
 
@@ -489,6 +524,18 @@ class Reserve(wire.Message):
     output_token_ids: list[int]
     cache_salt: str | None
     blocks: int
+
+
+def read_agents(agents: list[list[Any]]) -> list[tuple[str, int]]:
+    """Host and port, by rank. Raises WireError."""
+    addresses: list[tuple[str, int]] = []
+    for agent in agents:
+        match agent:
+            case [str(host), int(port)] if 0 < port < 65536:
+                addresses.append((host, port))
+            case _:
+                raise wire.WireError("agents must be a list of [host, port]")
+    return addresses
 
 
 @dataclass(frozen=True, slots=True)

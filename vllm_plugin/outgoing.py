@@ -57,6 +57,22 @@ class Peer:
         return answer
 
 
+@dataclass(frozen=True, slots=True)
+class Reserved(wire.Message):
+    """A destination's answer to ``reserve``."""
+
+    copy: bool
+    reused: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched(wire.Message):
+    """A destination's answer to ``stage`` and ``commit``."""
+
+    bytes: int
+    bound: bool
+
+
 @dataclass
 class Sent:
     """What the destination has so far."""
@@ -120,15 +136,19 @@ class Migration:
                 await steps
             else:
                 reason = self._stopped.result()
-        except (Refused, TransferError) as refusal:
+        except (Refused, TransferError, wire.WireError) as refusal:
             reason = str(refusal)
+        except Exception as error:  # Whatever it was: the request goes on here, and nothing is left at the peer.
+            logger.exception("migration %s of %s failed", self.migration_id, self.request_id)
+            reason = f"internal error: {type(error).__name__}"
         finally:
             if not steps.done():
                 steps.cancel()
                 await asyncio.wait([steps])
-            await self._close_agents()
         if reason is not None:
             await self._give_up(reason)
+        await self._engine("unpin", request_id=self.request_id)
+        await self._close_agents()
         return self._log(self._result(reason))
 
     async def _steps(self) -> None:
@@ -157,8 +177,9 @@ class Migration:
             },
             STAGE_TIMEOUT_S,
         )
-        self._copy = bool(answer["copy"])
-        self._sent.blocks = self._sent.reused = int(answer["reused"])
+        reserved = Reserved.from_json(answer)
+        self._copy = reserved.copy
+        self._sent.blocks = self._sent.reused = reserved.reused
         if self.session.send_comment is not None:
             self.session.send_comment(wire.Prebind(self.migration_id, self.destination.instance_id))
 
@@ -219,11 +240,11 @@ class Migration:
                     for agent in self._agents
                 )
             )
-        answer = await self._peer.post(step, body, timeout_s)
+        fetched = Fetched.from_json(await self._peer.post(step, body, timeout_s))
         self._sent.blocks += len(blocks)
         self._sent.tokens += len(progress["output_token_ids"])
-        self._sent.bytes += int(answer["bytes"])
-        self._sent.bound = bool(answer["bound"])
+        self._sent.bytes += fetched.bytes
+        self._sent.bound = fetched.bound
         self._sent.stages += 1
         return len(blocks)
 

@@ -44,6 +44,8 @@ class Session:
         self.drained = asyncio.Event()
         """Resumed: all that was replayed has been turned into bytes, and dropped."""
         self.ended = asyncio.Event()
+        self.closed = asyncio.Event()
+        """The HTTP request is over, however it ended."""
         self.moved: Moved | None = None
         self.failed: str | None = None
         self.finished = False
@@ -107,12 +109,14 @@ class Session:
                 yield output
             return
         self._mark(sampling_params)
+        # The same id may still be on its way out here: a leg that was closed a moment ago.
+        others = compat.front_end_ids(self._engine_client, external_id)
         stream = original(prompt, sampling_params, external_id, **options)
         # The first step registers the request with front end and engine, then waits for output: meanwhile, attach.
         starting = asyncio.ensure_future(anext(stream))
         first: asyncio.Future[Any] | None = starting
         try:
-            await self._attach(starting, external_id, sampling_params, options)
+            await self._attach(starting, external_id, others, sampling_params, options)
             while True:
                 self._consumer_waits = True
                 self.check()
@@ -140,10 +144,15 @@ class Session:
         self.final_only = compat.is_final_only(sampling_params)
 
     async def _attach(
-        self, first: asyncio.Future[Any], external_id: str, sampling_params: Any, options: dict[str, Any]
+        self,
+        first: asyncio.Future[Any],
+        external_id: str,
+        others: set[str],
+        sampling_params: Any,
+        options: dict[str, Any],
     ) -> None:
         while not first.done():
-            self.state = compat.front_end_state(self._engine_client, external_id)
+            self.state = compat.front_end_state(self._engine_client, external_id, others)
             if self.state is not None:
                 break
             await asyncio.sleep(0)

@@ -16,6 +16,8 @@ UNCLAIMED_LEASE_S = 30.0
 FREEZE_LIMIT_S = 5.0
 """A source decodes on by itself when a final stage has not ended after this."""
 STAGE_TIMEOUT_S = 30.0
+PIN_LIMIT_S = 2 * STAGE_TIMEOUT_S
+"""A source's blocks that a peer was to read are given up after this, should the migration not have said so."""
 COMMIT_TIMEOUT_S = 4.0
 """Less than FREEZE_LIMIT_S: a commit is never answered after its source has gone on by itself."""
 PREBIND_WAIT_S = 3.0

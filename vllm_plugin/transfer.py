@@ -11,6 +11,7 @@ and the reader checks it again).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
@@ -19,6 +20,7 @@ import struct
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,6 +31,7 @@ CHUNK_BYTES_MAX = 1 << 20
 MESSAGE_BYTES_MAX = 4 << 20
 CONNECTIONS_MAX = 64
 GRANTS_MAX = 64
+ENDED_KEPT = 256
 SOCKET_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 120.0
 _LENGTH = struct.Struct(">I")
@@ -121,6 +124,8 @@ class KvAgent:
         self._control_token = control_token
         self._grants: dict[str, _Grant] = {}
         self._sources: dict[str, _Source] = {}
+        self._ended: deque[str] = deque(maxlen=ENDED_KEPT)
+        """Migrations that were closed: nothing is written for them any more."""
         self._lock = threading.Lock()
         self._connections = 0
         self._server = socket.create_server((host, 0), backlog=CONNECTIONS_MAX)
@@ -177,7 +182,8 @@ class KvAgent:
             send_message(connection, {"error": "not authorized"})
             return
         send_message(connection, {"block_bytes": self._store.block_bytes})
-        connection.settimeout(IDLE_TIMEOUT_S)
+        # The llumlet of this server keeps its connections; a peer's ends with its migration.
+        connection.settimeout(IDLE_TIMEOUT_S if answer is None else None)
         while (message := receive_message(connection)) is not None:
             if answer is None:
                 self._send_blocks(connection, token, message)
@@ -262,12 +268,13 @@ class KvAgent:
                 head = receive_message(source.connection)
                 if head is None or "error" in head:
                     raise TransferError(f"the source refused: {head['error'] if head else 'connection closed'}")
-                return self._receive_blocks(source.connection, destination_blocks)
+                return self._receive_blocks(migration, source, destination_blocks)
         except BaseException:
             self._close_source(migration)  # What is left unread on it must not be taken for the next blocks.
             raise
 
-    def _receive_blocks(self, connection: socket.socket, blocks: list[int]) -> int:
+    def _receive_blocks(self, migration: str, source: _Source, blocks: list[int]) -> int:
+        connection = source.connection
         step = self._blocks_per_chunk()
         total = 0
         for start in range(0, len(blocks), step):
@@ -278,18 +285,28 @@ class KvAgent:
             data = _receive(connection, length) or bytearray()
             if zlib.crc32(data) != checksum:
                 raise TransferError("checksum mismatch")
+            if self._sources.get(migration) is not source:
+                raise TransferError("the migration was given up")
             self._store.scatter(chunk_blocks, data)
             total += length
         return total
 
     def _close_source(self, migration: str) -> None:
+        """End a migration's connection. When this returns, no thread writes blocks for it, and none will."""
         with self._lock:
+            self._ended.append(migration)
             source = self._sources.pop(migration, None)
-        if source is not None:
+        if source is None:
+            return
+        with contextlib.suppress(OSError):  # Wakes a thread that is receiving; closing alone would not.
+            source.connection.shutdown(socket.SHUT_RDWR)
+        with source.lock:
             source.connection.close()
 
     def _source(self, migration: str, message: dict[str, Any]) -> _Source:
         with self._lock:
+            if migration in self._ended:
+                raise TransferError("the migration was given up")
             if (known := self._sources.get(migration)) is not None:
                 return known
         address = (str(message["host"]), int(message["port"]))
@@ -303,9 +320,11 @@ class KvAgent:
         except BaseException:
             connection.close()
             raise
-        source = _Source(connection)
         with self._lock:
-            return self._sources.setdefault(migration, source)
+            if migration not in self._ended:
+                return self._sources.setdefault(migration, _Source(connection))
+        connection.close()
+        raise TransferError("the migration was given up")
 
 
 class AgentClient:
@@ -325,7 +344,7 @@ class AgentClient:
         streams: _Streams | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                streams = self._idle.pop() if self._idle else await self._connect()
+                streams = self._take_idle() or await self._connect()
                 reply = await _exchange(streams, message)
         except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             _close(streams)
@@ -337,6 +356,15 @@ class AgentClient:
         if "error" in reply:
             raise TransferError(str(reply["error"]))
         return reply
+
+    def _take_idle(self) -> _Streams | None:
+        """A pooled connection that the agent has not closed meanwhile."""
+        while self._idle:
+            streams = self._idle.pop()
+            if not streams[0].at_eof() and not streams[1].is_closing():
+                return streams
+            _close(streams)
+        return None
 
     def close(self) -> None:
         while self._idle:

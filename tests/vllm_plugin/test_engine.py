@@ -42,6 +42,7 @@ class FakePort:
         self.live: list[Any] = []
         self.cached: list[tuple[int, int]] = []
         self.hits = 0
+        self.pinned: list[int] = []
         self.queued: list[tuple[Any, list[int]]] = []
 
     @property
@@ -82,8 +83,15 @@ class FakePort:
     def new_blocks(self, count: int) -> list[Block]:
         return [self.free.pop() for _ in range(count)]
 
+    def pin_blocks(self, blocks: list[Block]) -> None:
+        self.pinned.extend(block.block_id for block in blocks)
+
     def free_blocks(self, blocks: Iterable[Block]) -> None:
-        self.free.extend(blocks)
+        for block in blocks:
+            if block.block_id in self.pinned:
+                self.pinned.remove(block.block_id)
+            else:
+                self.free.append(block)
 
     def shadow(self, token_ids: list[int], cache_salt: str | None) -> Any:
         return SimpleNamespace(tokens=list(token_ids), append_output_token_ids=lambda new: None)
@@ -210,9 +218,10 @@ def test_a_silent_reservation_is_freed_when_its_lease_is_over(
     monkeypatch.setattr(engine.time, "monotonic", lambda: now + engine.RESERVATION_LEASE_S - 1)
     assert bench.do("extend", resume_id="m", blocks=3, output_token_ids=[])["accepted"]  # A sign of life.
     monkeypatch.setattr(engine.time, "monotonic", lambda: now + engine.RESERVATION_LEASE_S + 5)
+    assert bench.do("received", resume_id="m", blocks=3)["accepted"]
     bench.do("arrivals")
     assert "m" in bench.agent.reservations
-    monkeypatch.setattr(engine.time, "monotonic", lambda: now + 2 * engine.RESERVATION_LEASE_S)
+    monkeypatch.setattr(engine.time, "monotonic", lambda: now + 2 * engine.RESERVATION_LEASE_S + 10)
     bench.do("arrivals")
     assert bench.agent.reservations == {}
     assert bench.port.blocks_free == BLOCKS
@@ -285,6 +294,77 @@ def test_an_aborted_parked_request_gives_its_blocks_back(bench: Bench, committed
     assert bench.agent.reservations == {}
     assert bench.agent.admitted == {}
     assert bench.agent.managed == {}
+
+
+def test_blocks_stay_reserved_while_something_writes_into_them(bench: Bench) -> None:
+    """The client leaves during a stage: the parked request is aborted, but the worker is still writing."""
+    bench.reserve()
+    request = bench.request(resume_id="m")
+    bench.do("extend", resume_id="m", blocks=3, output_token_ids=[])
+    bench.agent.after_finish([request])
+    bench.do("cancel", resume_id="m")
+    assert bench.port.blocks_free == BLOCKS - 4
+    assert not bench.do("extend", resume_id="m", blocks=3, output_token_ids=[])["accepted"]
+    bench.do("written", resume_id="m")
+    assert bench.port.blocks_free == BLOCKS
+    assert bench.agent.reservations == {}
+
+
+def test_blocks_that_arrive_for_a_reservation_that_was_given_up_are_not_entered(bench: Bench) -> None:
+    bench.reserve()
+    bench.do("extend", resume_id="m", blocks=3, output_token_ids=[])
+    bench.do("cancel", resume_id="m")
+    assert not bench.do("received", resume_id="m", blocks=3)["accepted"]
+    assert bench.port.cached == []
+    assert bench.port.blocks_free == BLOCKS
+
+
+def test_a_lease_does_not_end_during_a_pull(bench: Bench, engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.reserve()
+    bench.do("extend", resume_id="m", blocks=3, output_token_ids=[])
+    now = engine.time.monotonic()
+    monkeypatch.setattr(engine.time, "monotonic", lambda: now + engine.RESERVATION_LEASE_S + 10)
+    bench.do("arrivals")
+    assert bench.do("received", resume_id="m", blocks=3)["accepted"]
+
+
+def test_exported_blocks_are_pinned_until_the_next_export_or_unpin(
+    bench: Bench, engine: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a peer reads keeps its content, even if the request is preempted, or gone, meanwhile."""
+    bench.request()
+    bench.do("export", request_id="r")
+    assert bench.port.pinned == [50, 51]
+    bench.do("export", request_id="r", blocks_from=1)
+    assert bench.port.pinned == [51]
+    bench.do("unpin", request_id="r")
+    assert bench.port.pinned == []
+    bench.do("freeze", **FREEZE)
+    bench.do("detach", request_id="r")
+    assert bench.port.pinned == [50, 51]
+    now = engine.time.monotonic()
+    monkeypatch.setattr(engine.time, "monotonic", lambda: now + engine.PIN_LIMIT_S + 1)
+    bench.do("arrivals")
+    assert bench.port.pinned == []
+
+
+def test_unfreezing_does_not_overfill_the_batch(engine: ModuleType) -> None:
+    """vLLM asserts that the batch is within its size in each step: one over, and the engine core dies."""
+    queue: list[str] = []
+    scheduler = SimpleNamespace(
+        running=["frozen", "other"],
+        max_num_running_reqs=2,
+        _preempt_request=lambda request, timestamp: queue.insert(0, request),
+    )
+    port = engine.compat.EnginePort(scheduler)
+    port.stop_scheduling("frozen")
+    port.resume_scheduling("frozen")
+    assert scheduler.running == ["other", "frozen"]
+    port.stop_scheduling("frozen")
+    scheduler.running.append("admitted meanwhile")
+    port.resume_scheduling("frozen")
+    assert scheduler.running == ["other", "admitted meanwhile"]
+    assert queue == ["frozen"]
 
 
 def test_unmanaged_requests_are_none_of_the_agents_business(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 import threading
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from vllm_plugin import transfer
 from vllm_plugin.transfer import (
     CHUNK_BYTES_MAX,
     CONNECTIONS_MAX,
@@ -217,7 +219,9 @@ async def test_a_failed_pull_does_not_poison_the_next_one(pair: Pair) -> None:
     finally:
         faulty.close()
     await pair.grant([5])
-    assert await pair.pull([5], [2]) == 64
+    with pytest.raises(TransferError, match="given up"):
+        await pair.pull([5], [2])
+    assert await pair.pull([5], [2], migration="the next") == 64
     assert pair.destination_store.blocks[2] == bytes([5]) * 64
 
 
@@ -241,3 +245,65 @@ async def test_garbage_instead_of_a_message_ends_the_connection_alone(pair: Pair
         assert connection.recv(1) == b""
     await pair.grant([1])
     assert await pair.pull([1], [4]) == 64
+
+
+async def test_an_order_after_an_idle_time_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent must not close its own llumlet's connection for being idle, or the next migration fails."""
+    monkeypatch.setattr(transfer, "IDLE_TIMEOUT_S", 0.1)
+    pair = Pair()
+    try:
+        await pair.grant([3])
+        await asyncio.sleep(0.3)
+        await pair.grant([5])
+    finally:
+        pair.close()
+
+
+async def test_an_order_takes_a_new_connection_when_the_agent_has_closed_the_last(pair: Pair) -> None:
+    await pair.grant([3])
+    ((_, writer),) = pair.source_client._idle
+    writer.transport.abort()
+    await pair.grant([5])
+    assert await pair.pull([3, 5], [0, 1]) == 2 * 64
+
+
+async def test_nothing_is_written_after_a_pull_has_been_given_up(pair: Pair) -> None:
+    """A slow source: the order times out, the llumlet closes the source and frees the blocks; then the bytes come."""
+    listener = socket.create_server((HOST, 0))
+    go = threading.Event()
+
+    def slow_source() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            receive_message(connection)
+            send_message(connection, {"block_bytes": 64})
+            receive_message(connection)
+            send_message(connection, {"bytes": 64})
+            go.wait(5)
+            with contextlib.suppress(OSError):
+                connection.sendall(struct.pack(">II", 64, zlib.crc32(BLOCK)) + BLOCK)
+
+    thread = threading.Thread(target=slow_source)
+    thread.start()
+    try:
+        with pytest.raises(TransferError, match="did not answer"):
+            await pair.destination_client.order(
+                0.3,
+                op="pull",
+                migration="m",
+                host=HOST,
+                port=listener.getsockname()[1],
+                token="t",
+                source_blocks=[1],
+                blocks=[3],
+            )
+        await pair.destination_client.order(5, op="close", migration="m")
+        go.set()  # By now block 3 belongs to another request.
+        await asyncio.to_thread(thread.join)
+        with pytest.raises(TransferError, match="given up"):
+            await pair.pull([1], [3], migration="m")
+        assert pair.destination_store.blocks[3] == bytes([3]) * 64
+    finally:
+        go.set()
+        await asyncio.to_thread(thread.join)
+        listener.close()
