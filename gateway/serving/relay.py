@@ -57,7 +57,10 @@ class Relay:
                 return await self._stream(leg, head, session, prebound, reply)
             return await self._whole(leg, session, reply)
         except LegError as error:
-            return Lost(error)
+            if session.outcome != "failed":
+                return Lost(error)
+            await reply.end()  # The instance has said so itself, and that was passed on: nothing may follow it.
+            return Ended()
 
     async def _whole(self, leg: Leg, session: Session, reply: Reply) -> Outcome:
         """As it came: a JSON answer, or a refusal. Only the instance's own failures are tried elsewhere."""
@@ -87,9 +90,6 @@ class Relay:
             outcome = await self._pass_on([last], leg, head, session, prebound, reply)
             if outcome is not None:
                 return outcome
-        if session.outcome == "failed":  # The instance has said so itself, and that was passed on.
-            await reply.end()
-            return Ended()
         if session.is_complete:
             return await self._end(sse.DONE, 0, session, head, reply)
         raise LegCut(leg.instance_id, "The instance's stream ended before its reply was complete.")
