@@ -47,6 +47,8 @@ async def test_fields_that_steer_the_engine_are_refused(name: str, start_gateway
         twice = json.dumps(chat_body())[:-1].encode() + b',"%s":{},"%s":null}' % (name.encode(), name.encode())
         response = await running.client.post("/v1/chat/completions", content=twice, headers=JSON)
         assert_openai_error(response, 400)
+        for nesting in ("vllm_xargs", "extra_body"):
+            assert_openai_error(await running.chat(**{nesting: {name: "x"}}), 400)
         assert_openai_error(await running.chat(vllm_xargs={"kvferry_resume": 1}), 400)
         assert not a.received
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from dataclasses import dataclass
 from typing import assert_never
@@ -71,7 +72,7 @@ class Relay:
         if reply.started:
             return Lost(LegError(leg.instance_id, message, instance_at_fault=False))
         session.end("done" if whole.status < 400 else "refused")
-        await reply.whole(whole)
+        await reply.whole(dataclasses.replace(whole, body=events.hide_transfers(whole.body)))
         return Ended()
 
     async def _stream(self, leg: Leg, head: Head, session: Session, prebound: Prebound, reply: Reply) -> Outcome:
@@ -138,7 +139,7 @@ class Relay:
         session.take(chunk)
         if chunk.error:
             session.end("failed")
-        block = chunk.block
+        block = events.hide_transfers(chunk.block)
         if not session.body.wants_token_ids:
             if chunk.empty and chunk.token_ids is not None:
                 return None
