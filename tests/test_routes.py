@@ -172,6 +172,23 @@ async def test_a_clients_secrets_stay_at_the_gateway(start_gateway: StartGateway
         assert response.headers[REQUEST_ID_HEADER] == received.headers[REQUEST_ID_HEADER]
 
 
+async def test_nothing_a_client_sends_becomes_a_credential_or_an_address(start_gateway: StartGateway) -> None:
+    names = ("authorization", "x-api-key", "api-key", "cookie", "proxy-authorization", "x-goog-api-key")
+    aimed = dict.fromkeys(("api_base", "base_url", "url"), "http://127.0.0.1:9/canary") | {"api_key": "canary"}
+    async with instances("a") as (a,), start_gateway(a) as running:
+        path = "/v1/chat/completions?api_key=canary&key=canary"
+        headers = dict.fromkeys(names, "Bearer canary")
+        assert (await running.client.post(path, json=chat_body(**aimed), headers=headers)).status_code == 200
+        (received,) = a.received
+        assert "canary" not in str(received.raw_headers) + received.path
+        assert "authorization" not in received.headers
+        refused = await running.client.post(path, json=chat_body(model="x"), headers=headers)
+        models = await running.client.get("/v1/models?key=canary", headers=headers)
+        assert "canary" not in refused.text + models.text
+        assert (await running.chat()).status_code == 200
+        assert "canary" not in str(a.received[1])
+
+
 async def test_every_request_gets_an_id_of_its_own(start_gateway: StartGateway) -> None:
     async with instances("a") as (a,), start_gateway(a) as running:
         ids = set()
