@@ -258,8 +258,6 @@ def _mapped(instance_id: str, when: str) -> Iterator[None]:
     """Instance ids are for the operator; addresses and system errors stay out of what clients are told."""
     try:
         yield
-    except aiohttp.ConnectionTimeoutError as error:
-        raise LegTimeout(instance_id, "The instance could not be reached in time.") from error
     except aiohttp.ClientConnectorError as error:
         raise LegUnreachable(instance_id, "The instance could not be reached.") from error
     except TimeoutError as error:
