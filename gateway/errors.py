@@ -68,6 +68,10 @@ class BodyTimeout(GatewayError):
     status = 408
     kind = "invalid_request_error"
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"connection": "close"}
+
 
 class Conflict(GatewayError):
     status = 409

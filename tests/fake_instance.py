@@ -115,13 +115,16 @@ class Generation:
         self.chat = request.path == "/v1/chat/completions"
         self.tokens = int(body.get("max_tokens") or 8)
         self.shows_ids = bool(body.get("return_token_ids"))
-        self.usage_asked = bool((body.get("stream_options") or {}).get("include_usage"))
+        options = body.get("stream_options") or {}
+        self.usage_asked = bool(options.get("include_usage"))
+        self.usage_runs = bool(options.get("continuous_usage_stats"))
         self.created = created
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + request.headers.get(wire.REQUEST_ID_HEADER, "none")
 
     def role(self) -> bytes:
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return self._event([choice], {"prompt_token_ids": self._ids(PROMPT_TOKEN_IDS), "prompt_text": None})
+        prompt = {"prompt_token_ids": self._ids(PROMPT_TOKEN_IDS), "prompt_text": None}
+        return self._event([choice], self._running(0) | prompt)
 
     def token(self, index: int) -> bytes:
         last = index == self.tokens - 1
@@ -135,7 +138,7 @@ class Generation:
             choice = {"index": 0, "text": text(index), "logprobs": None, "finish_reason": "length" if last else None}
             prompt_ids = self._ids(PROMPT_TOKEN_IDS) if index == 0 else None
             choice |= {"stop_reason": None, "prompt_token_ids": prompt_ids, "token_ids": ids}
-        return self._event([choice], {})
+        return self._event([choice], self._running(index + 1))
 
     def rest(self, begin: int | None = None) -> list[bytes]:
         """What follows ``begin`` tokens, [DONE] included; without ``begin`` the whole, which has the role."""
@@ -143,9 +146,7 @@ class Generation:
         begin = begin or 0
         blocks += [self.token(index) for index in range(begin, self.tokens)]
         if self.usage_asked:
-            prompt = len(PROMPT_TOKEN_IDS)
-            usage = {"prompt_tokens": prompt, "total_tokens": prompt + self.tokens, "completion_tokens": self.tokens}
-            blocks.append(self._event([], {"usage": usage}))
+            blocks.append(self._event([], {"usage": _usage(self.tokens)}))
         return [*blocks, b"data: [DONE]\n\n"]
 
     def upto(self, end: int) -> list[bytes]:
@@ -156,19 +157,17 @@ class Generation:
         content = "".join(text(index) for index in range(self.tokens))
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
         choice |= {"message": {"role": "assistant", "content": content}} if self.chat else {"text": content}
-        prompt = len(PROMPT_TOKEN_IDS)
         return {
             "id": self.id,
             "object": "chat.completion" if self.chat else "text_completion",
             "created": self.created,
             "model": MODEL,
             "choices": [choice],
-            "usage": {
-                "prompt_tokens": prompt,
-                "total_tokens": prompt + self.tokens,
-                "completion_tokens": self.tokens,
-            },
+            "usage": _usage(self.tokens),
         }
+
+    def _running(self, tokens: int) -> dict[str, Any]:
+        return {"usage": _usage(tokens)} if self.usage_runs else {}
 
     def _ids(self, ids: list[int]) -> list[int] | None:
         return ids if self.shows_ids else None
@@ -177,6 +176,11 @@ class Generation:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         value = {"id": self.id, "object": kind, "created": self.created, "model": MODEL, "choices": choices, **more}
         return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _usage(tokens: int) -> dict[str, int]:
+    prompt = len(PROMPT_TOKEN_IDS)
+    return {"prompt_tokens": prompt, "total_tokens": prompt + tokens, "completion_tokens": tokens}
 
 
 def text(index: int) -> str:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 
 from tests.conftest import Running, StartGateway, chat_body, until
-from tests.fake_instance import Exchange, FakeInstance, Generation, instances
+from tests.fake_instance import Exchange, FakeInstance, Generation, generate, instances
 from tests.scripts import gone, moved, moves_after, prebind, silent, starts_and_waits
 
 
 @contextlib.asynccontextmanager
-async def leaving_client(running: Running, stream: bool) -> AsyncIterator[asyncio.StreamReader]:
-    """A request over a socket of its own, which is closed at the end of the block."""
+async def leaving_client(running: Running, stream: bool, sent: float = 1) -> AsyncIterator[asyncio.StreamReader]:
+    """A request over a socket of its own, which is closed at the end of the block. ``sent``: the part that is sent."""
     body = httpx.Request("POST", running.url, json=chat_body(stream=stream)).read()
     url = httpx.URL(running.url)
     reader, writer = await asyncio.open_connection(url.host, url.port)
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
-    writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+    request = head.encode() + b"content-type: application/json\r\n\r\n" + body
+    writer.write(request[: int(len(request) * sent)])
     await writer.drain()
     try:
         yield reader
@@ -127,13 +129,36 @@ async def test_a_reply_in_one_piece_after_its_move(start_gateway: StartGateway) 
 
 
 async def test_many_clients_at_random_moments_leave_nothing_behind(start_gateway: StartGateway) -> None:
-    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
-        a.script = b.script = starts_and_waits
+    """Half sent, before the reply, within it, while another instance is tried; then no one is thought busy."""
+    chance = random.Random(11)
 
-        async def leave(after_s: float) -> None:
-            async with leaving_client(running, stream=True):
-                await asyncio.sleep(after_s)
+    async def resets_later(exchange: Exchange) -> None:
+        await asyncio.sleep(0.02)
+        await exchange.reset()
 
-        await asyncio.gather(*(leave(index * 0.004) for index in range(50)))
-        await assert_idle(running, a, b)
-        await gone(*a.exchanges, *b.exchanges)
+    async with instances("a", "b", "c") as fakes:
+        for fake, script in zip(fakes, (starts_and_waits, silent, resets_later), strict=True):
+            fake.script, fake.freeness_steps = script, 8000.0
+        async with start_gateway(*fakes) as running:
+
+            async def leave() -> None:
+                stream, sent, after_s = chance.random() < 0.5, chance.uniform(0.5, 2), chance.uniform(0, 0.2)
+                async with leaving_client(running, stream, min(sent, 1)):
+                    await asyncio.sleep(after_s)
+
+            await asyncio.gather(*(leave() for _ in range(50)))
+            await assert_idle(running, *fakes)
+            await gone(*fakes[0].exchanges, *fakes[1].exchanges)
+            for fake in fakes:
+                fake.script = generate
+            restarted, port = fakes[0], int(httpx.URL(fakes[0].url).port or 0)
+            await restarted.stop()
+            await until(lambda: running.gateway.members.healthy_count() == 2)
+            restarted.boot_id, restarted._sequence = "boot-2", 0
+            await restarted.listen(port)
+            await until(lambda: running.gateway.members.healthy_count() == 3)
+            before = [len(fake.received) for fake in fakes]
+            await asyncio.gather(*(running.chat() for _ in range(30)))
+            spread = [len(fake.received) - count for fake, count in zip(fakes, before, strict=True)]
+            assert sum(spread) == 30
+            assert max(spread) - min(spread) <= 2

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import httpx
 import pytest
 
 from gateway.config import Budgets
+from gateway.wire import REQUEST_ID_HEADER
 from loadtest.processes import free_port
-from tests.conftest import StartGateway, until
+from tests.conftest import StartGateway, chat_body, until
 from tests.fake_instance import Exchange, Generation, error_body, generate, instances, token_ids
 from tests.scripts import (
     answers,
+    end,
     gone,
     in_turn,
     loses_after,
@@ -321,3 +324,56 @@ async def test_an_instance_that_comes_back_is_used_again(start_gateway: StartGat
         instance = running.gateway.members.get("a")
         assert instance is not None
         assert instance.boot_id == "boot-2"
+
+
+@pytest.mark.parametrize("how", ENDS)
+async def test_nothing_follows_an_error_event_of_the_instance(how: str, start_gateway: StartGateway) -> None:
+    error = b'data: {"error":{"message":"bad","type":"BadRequestError","param":null,"code":400}}\n\n'
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.start(chunked=how != "fin")
+        await exchange.send(*Generation(exchange.request).upto(2), error)
+        await asyncio.sleep(0.05)  # A reset would take with it what was not read yet.
+        await end(exchange, how)
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        a.script = script
+        data = await running.stream()
+        assert data.endswith(error)
+        assert data.count(b"error") == 1
+        assert not b.received
+        recent = (await running.admin("GET", "/admin/requests")).json()["recent"]
+        assert recent[0]["state"] == "failed"
+
+
+@pytest.mark.parametrize("how", ENDS)
+async def test_a_stream_that_is_cut_after_its_role_has_one_role(how: str, start_gateway: StartGateway) -> None:
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        unmoved = normal(await running.stream())
+        a.script = loses_after(0, how)
+        assert normal(await running.stream()) == unmoved
+
+
+async def test_text_whose_tokens_are_not_known_is_never_said_again(start_gateway: StartGateway) -> None:
+    async def script(exchange: Exchange) -> None:
+        generation = Generation(exchange.request)
+        await exchange.start()
+        await exchange.send(generation.role(), generation.token(0).replace(b'"token_ids":[', b'"odd":['))
+        await exchange.cut()
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        a.script = script
+        assert_honest_end(await running.stream(), 1)
+        assert not b.received
+
+
+async def test_every_leg_of_a_request_has_the_same_id_and_no_other_request_has_it(start_gateway: StartGateway) -> None:
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        a.script = resets
+        body = chat_body(request_id="same")
+        post = running.client.post
+        replies = [post("/v1/chat/completions", json=body, headers={REQUEST_ID_HEADER: "same"}) for _ in range(2)]
+        ids = sorted(reply.headers[REQUEST_ID_HEADER] for reply in await asyncio.gather(*replies))
+        assert len(set(ids)) == 2
+        for fake in (a, b):
+            assert sorted(received.headers[REQUEST_ID_HEADER] for received in fake.received) == ids

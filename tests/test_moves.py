@@ -35,7 +35,10 @@ async def moves_of(running: Running) -> list[dict[str, Any]]:
 async def test_a_stream_is_the_same_wherever_it_moves(path: str, start_gateway: StartGateway) -> None:
     async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
         b.created = 5
-        for fields in ({"stream_options": {"include_usage": True}}, {"return_token_ids": True}):
+        fields: dict[str, Any]
+        usage = {"include_usage": True}
+        running_usage = usage | {"continuous_usage_stats": True}
+        for fields in ({"stream_options": usage}, {"stream_options": running_usage}, {"return_token_ids": True}):
             a.script = generate
             unmoved = await stream(running, path, **fields)
             for tokens in range(1, 8):

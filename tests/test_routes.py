@@ -47,6 +47,8 @@ async def test_fields_that_steer_the_engine_are_refused(name: str, start_gateway
         twice = json.dumps(chat_body())[:-1].encode() + b',"%s":{},"%s":null}' % (name.encode(), name.encode())
         response = await running.client.post("/v1/chat/completions", content=twice, headers=JSON)
         assert_openai_error(response, 400)
+        for nesting in ("vllm_xargs", "extra_body"):
+            assert_openai_error(await running.chat(**{nesting: {name: "x"}}), 400)
         assert_openai_error(await running.chat(vllm_xargs={"kvferry_resume": 1}), 400)
         assert not a.received
 
@@ -122,6 +124,8 @@ async def test_a_body_that_does_not_come_is_a_408(start_gateway: StartGateway) -
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
         writer.write(b"content-length: 100\r\n\r\n{")
         assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
+        await asyncio.wait_for(reader.read(), 5)  # The gateway does not wait for the rest.
+        assert not running.gateway.sessions.recent()
         writer.close()
         await writer.wait_closed()
 
@@ -166,6 +170,23 @@ async def test_a_clients_secrets_stay_at_the_gateway(start_gateway: StartGateway
         assert received.headers["authorization"] == "Bearer upstream"
         assert received.headers[SECRET_HEADER] == SECRET
         assert response.headers[REQUEST_ID_HEADER] == received.headers[REQUEST_ID_HEADER]
+
+
+async def test_nothing_a_client_sends_becomes_a_credential_or_an_address(start_gateway: StartGateway) -> None:
+    names = ("authorization", "x-api-key", "api-key", "cookie", "proxy-authorization", "x-goog-api-key")
+    aimed = dict.fromkeys(("api_base", "base_url", "url"), "http://127.0.0.1:9/canary") | {"api_key": "canary"}
+    async with instances("a") as (a,), start_gateway(a) as running:
+        path = "/v1/chat/completions?api_key=canary&key=canary"
+        headers = dict.fromkeys(names, "Bearer canary")
+        assert (await running.client.post(path, json=chat_body(**aimed), headers=headers)).status_code == 200
+        (received,) = a.received
+        assert "canary" not in str(received.raw_headers) + received.path
+        assert "authorization" not in received.headers
+        refused = await running.client.post(path, json=chat_body(model="x"), headers=headers)
+        models = await running.client.get("/v1/models?key=canary", headers=headers)
+        assert "canary" not in refused.text + models.text
+        assert (await running.chat()).status_code == 200
+        assert "canary" not in str(a.received[1])
 
 
 async def test_every_request_gets_an_id_of_its_own(start_gateway: StartGateway) -> None:

@@ -17,6 +17,10 @@ FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", "kv_hints")
 """They would steer the engine's own connections."""
 DROPPED = frozenset({"priority"})
 OWN_XARGS_PREFIX = "kvferry_"
+MODEL_LENGTH_MAX = 1024
+
+_NESTING = ("vllm_xargs", "extra_body")
+"""Objects of more fields: vLLM makes no difference between the first's names and its own."""
 
 _WHITESPACE = " \t\n\r"
 _TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y", "on"})
@@ -40,15 +44,13 @@ def read_body(raw: bytes) -> GenerateBody:
     members = _parse(raw)
     fields = {key: value for key, value, _ in members}
     _refuse_own_fields(members)
-    model = fields.get("model")
-    if model is not None and not isinstance(model, str):
-        raise BadRequest("`model` must be a string.", param="model")
+    model = _model(fields.get("model"))
     stream = _is_true(fields.get("stream"))
     # A value that we do not know is left for the instance to judge.
     adds_token_ids = stream and fields.get("return_token_ids") in (None, False)
     return GenerateBody(
         upstream=_upstream(members, adds_token_ids),
-        model=model or None,
+        model=model,
         stream=stream,
         wants_token_ids=not adds_token_ids,
         wants_usage=_wants_usage(fields.get("stream_options")),
@@ -119,10 +121,23 @@ def _refuse_own_fields(members: list[tuple[str, Any, str]]) -> None:
     for key, value, _ in members:
         if key in FORBIDDEN:
             raise BadRequest(f"`{key}` cannot be set through this gateway.", param=key)
-        if key == "vllm_xargs" and isinstance(value, dict):
+        if key in _NESTING and isinstance(value, dict):
             for name in value:
-                if name.startswith(OWN_XARGS_PREFIX):
-                    raise BadRequest(f"`vllm_xargs.{name}` cannot be set through this gateway.", param="vllm_xargs")
+                if name in FORBIDDEN or name.startswith(OWN_XARGS_PREFIX):
+                    raise BadRequest(f"`{key}.{name}` cannot be set through this gateway.", param=key)
+
+
+def _model(value: Any) -> str | None:
+    """The name goes into logs, records and messages: one that no instance can have is not kept."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise BadRequest("`model` must be a string.", param="model")
+    if len(value) > MODEL_LENGTH_MAX:
+        raise BadRequest(f"`model` is longer than {MODEL_LENGTH_MAX} characters.", param="model")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise BadRequest("`model` is not valid Unicode.", param="model")
+    return value or None
 
 
 def _upstream(members: list[tuple[str, Any, str]], adds_token_ids: bool) -> bytes:

@@ -21,6 +21,8 @@ _CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 _ERROR = re.compile(rb'\s*\{\s*"error"\s*:\s*[{"]')
 _CREATED = re.compile(rb'"created"\s*:\s*(\d+)')
 _ROLE_DELTA = re.compile(rb'"delta"\s*:\s*\{\s*"role"\s*:\s*"[^"]*"\s*(?:,\s*"content"\s*:\s*(?:""|null)\s*)?\}')
+_TRANSFER = re.compile(rb'"(?:kv|ec)_transfer_params"\s*:\s*(?=\{)')
+_STRING_OR_BRACE = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}]')
 _EMPTY_DELTA = re.compile(rb'"delta"\s*:\s*\{\s*\}\s*,\s*"logprobs"\s*:\s*null\s*,\s*"finish_reason"\s*:\s*null')
 
 
@@ -95,6 +97,19 @@ def _read_event(block: bytes) -> Done | Other | Chunk:
 def hide_token_ids(block: bytes) -> bytes:
     """As vLLM sends the event when nobody has asked for token ids: the field is there, and null."""
     return _HIDDEN_IDS.sub(rb"\1null", block)
+
+
+def hide_transfers(data: bytes) -> bytes:
+    """An event or a whole reply without what a KV connector says in it: hosts, ports, engine and block ids."""
+    if b"_transfer_params" not in data or (found := _TRANSFER.search(data)) is None:
+        return data
+    end, depth = len(data), 0
+    for token in _STRING_OR_BRACE.finditer(data, found.end()):
+        depth += (token[0] == b"{") - (token[0] == b"}")
+        if depth == 0:
+            end = token.end()
+            break
+    return data[: found.end()] + b"null" + hide_transfers(data[end:])
 
 
 def created(block: bytes) -> bytes | None:

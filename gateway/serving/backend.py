@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from gateway.config import Budgets
 from gateway.errors import LegCut, LegError, LegTimeout, LegUnreachable, ResumeFailed, WholeReply
 
 CONNECTIONS_MAX = 4096
+LARGE_BODY_BYTES = 256 * 1024
 KEEP_ALIVE_S = 3.0
 """Below uvicorn's 5 s, so that an idle connection is not used just as the instance closes it."""
 
@@ -55,6 +57,9 @@ class Head:
 
     @property
     def is_event_stream(self) -> bool:
+        """One that can be read; a compressed one, which was not asked for, can only be passed on as it is."""
+        if self.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            return False
         return self.headers.get("content-type", "").partition(";")[0].strip().lower() == "text/event-stream"
 
     def end_to_end(self) -> tuple[tuple[str, str], ...]:
@@ -155,11 +160,15 @@ class Leg:
 
 
 class Backend:
-    def __init__(self, secret: str, upstream_api_key: str, budgets: Budgets) -> None:
+    def __init__(
+        self, secret: str, upstream_api_key: str, budgets: Budgets, connections_max: int = CONNECTIONS_MAX
+    ) -> None:
+        """``connections_max``: to one instance."""
         self._headers = {wire.SECRET_HEADER: secret, "accept-encoding": "identity", "content-type": "application/json"}
         if upstream_api_key:
             self._headers["authorization"] = f"Bearer {upstream_api_key}"
         self._budgets = budgets
+        self._connections_max = connections_max
         self._pools: dict[str, tuple[Instance, aiohttp.ClientSession]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -209,7 +218,7 @@ class Backend:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
         pool = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX, keepalive_timeout=KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(limit=self._connections_max, keepalive_timeout=KEEP_ALIVE_S),
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None, connect=self._budgets.connect_s),
             auto_decompress=False,
@@ -228,10 +237,15 @@ class Backend:
             with _mapped(instance.instance_id, "before its reply"):
                 async with asyncio.timeout(head_s):
                     return await self._pool(instance).post(
-                        instance.url + path, data=body, headers=headers, allow_redirects=False
+                        instance.url + path, data=_payload(body), headers=headers, allow_redirects=False
                     )
         except LegError as error:
             return error
+
+
+def _payload(body: bytes) -> bytes | io.BytesIO:
+    """aiohttp writes a file piece by piece, and bytes at once: a large body would hold up everyone else's stream."""
+    return body if len(body) < LARGE_BODY_BYTES else io.BytesIO(body)
 
 
 def _arrived(content: aiohttp.StreamReader) -> bytes:
@@ -244,7 +258,7 @@ def _mapped(instance_id: str, when: str) -> Iterator[None]:
     """Instance ids are for the operator; addresses and system errors stay out of what clients are told."""
     try:
         yield
-    except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
+    except aiohttp.ClientConnectorError as error:
         raise LegUnreachable(instance_id, "The instance could not be reached.") from error
     except TimeoutError as error:
         raise LegTimeout(instance_id, f"The instance was silent for too long {when}.") from error

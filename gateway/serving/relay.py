@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from dataclasses import dataclass
 from typing import assert_never
@@ -57,7 +58,10 @@ class Relay:
                 return await self._stream(leg, head, session, prebound, reply)
             return await self._whole(leg, session, reply)
         except LegError as error:
-            return Lost(error)
+            if session.outcome != "failed":
+                return Lost(error)
+            await reply.end()  # The instance has said so itself, and that was passed on: nothing may follow it.
+            return Ended()
 
     async def _whole(self, leg: Leg, session: Session, reply: Reply) -> Outcome:
         """As it came: a JSON answer, or a refusal. Only the instance's own failures are tried elsewhere."""
@@ -68,7 +72,7 @@ class Relay:
         if reply.started:
             return Lost(LegError(leg.instance_id, message, instance_at_fault=False))
         session.end("done" if whole.status < 400 else "refused")
-        await reply.whole(whole)
+        await reply.whole(dataclasses.replace(whole, body=events.hide_transfers(whole.body)))
         return Ended()
 
     async def _stream(self, leg: Leg, head: Head, session: Session, prebound: Prebound, reply: Reply) -> Outcome:
@@ -87,9 +91,6 @@ class Relay:
             outcome = await self._pass_on([last], leg, head, session, prebound, reply)
             if outcome is not None:
                 return outcome
-        if session.outcome == "failed":  # The instance has said so itself, and that was passed on.
-            await reply.end()
-            return Ended()
         if session.is_complete:
             return await self._end(sse.DONE, 0, session, head, reply)
         raise LegCut(leg.instance_id, "The instance's stream ended before its reply was complete.")
@@ -138,7 +139,7 @@ class Relay:
         session.take(chunk)
         if chunk.error:
             session.end("failed")
-        block = chunk.block
+        block = events.hide_transfers(chunk.block)
         if not session.body.wants_token_ids:
             if chunk.empty and chunk.token_ids is not None:
                 return None

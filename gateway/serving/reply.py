@@ -44,7 +44,8 @@ class Reply:
         await self._send({"type": "http.response.body", "body": reply.body, "more_body": False})
 
     async def json(self, status: int, value: Any, headers: Iterable[tuple[str, str]] = ()) -> None:
-        body = json.dumps(value, ensure_ascii=False).encode()
+        # ASCII: half a surrogate pair, quoted from a client's request, has no UTF-8.
+        body = json.dumps(value).encode()
         await self.whole(WholeReply(status, (("content-type", "application/json"), *headers), body))
 
     async def fail(self, error: GatewayError) -> None:
