@@ -19,7 +19,7 @@ from gateway.scheduler.leader import Leader
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.session import Sessions
 from gateway.telemetry import Counters, log
-from gateway.wire import MigrationResult
+from gateway.wire import MigrationResult, is_identifier
 
 PAUSE_WAIT_S = 5.0
 """A migration's result may be there before the first event of the destination: wait that long for the pause."""
@@ -190,4 +190,6 @@ def _read_order(order: Any) -> tuple[str, str]:
     request_id: str = order["request"]
     for prefix in _ID_PREFIXES:
         request_id = request_id.removeprefix(prefix)
+    if not is_identifier(request_id):
+        raise NotFound("There is no running request of this id.", param="request", code="request_not_found")
     return request_id, order["destination"]

@@ -247,7 +247,7 @@ def decode_comment(line: bytes) -> StreamComment | None:
             return Prebind(migration_id, destination_id)
         case ["unbind", migration_id]:
             return Unbind(migration_id)
-        case ["moved", migration_id, destination_id, output_tokens] if output_tokens.isdecimal():
+        case ["moved", migration_id, destination_id, output_tokens] if _is_count(output_tokens):
             return Moved(migration_id, destination_id, int(output_tokens))
         case _:
             return None
@@ -268,10 +268,14 @@ def encode_resumed_header(resume_id: str, output_tokens: int) -> str:
 
 def decode_resumed_header(value: str) -> tuple[str, int] | None:
     match value.split():
-        case [resume_id, output_tokens] if output_tokens.isdecimal():
+        case [resume_id, output_tokens] if _is_count(output_tokens):
             return resume_id, int(output_tokens)
         case _:
             return None
+
+
+def _is_count(word: str) -> bool:
+    return word.isascii() and word.isdecimal() and len(word) <= 12
 
 
 def is_identifier(value: str) -> bool:

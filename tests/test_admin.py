@@ -91,6 +91,8 @@ async def test_wrong_orders(start_gateway: StartGateway) -> None:
             assert assert_openai_error(await migrate(running, "unknown", "b"), 404)["code"] == "request_not_found"
             assert assert_openai_error(await migrate(running, request_id, "c"), 404)["code"] == "instance_not_found"
             assert assert_openai_error(await migrate(running, request_id, "a"), 400)["param"] == "destination"
+            half = b'{"request": "\\ud800", "destination": "a"}'
+            assert_openai_error(await running.admin("POST", "/admin/migrate", content=half), 404)
             assert_openai_error(await running.admin("POST", "/admin/migrate", content=b"{"), 400)
             assert_openai_error(await running.admin("POST", "/admin/migrate", json=[]), 400)
             assert_openai_error(await running.admin("POST", "/admin/migrate", json={"request": request_id}), 400)

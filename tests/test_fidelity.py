@@ -232,3 +232,17 @@ async def test_half_a_character_is_quoted_back_without_harm(start_gateway: Start
             assert len(response.content) < 1000
         assert (await running.admin("GET", "/admin/requests")).status_code == 200
         assert not a.received
+
+
+async def test_a_header_that_is_no_text_passes_as_it_is(start_gateway: StartGateway) -> None:
+    note = "\u6f22 caf\u00e9"
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.json(200, {"ok": 1}, {"x-note": note})
+
+    async with instances("a") as (a,), start_gateway(a) as running:
+        a.script = script
+        response = await running.chat()
+        assert response.status_code == 200, response.text
+        raw = dict(response.headers.raw)
+        assert raw[b"x-note"] == note.encode()

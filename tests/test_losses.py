@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from gateway.config import Budgets
-from gateway.wire import REQUEST_ID_HEADER
+from gateway.wire import REQUEST_ID_HEADER, RESUMED_HEADER, encode_resumed_header
 from loadtest.processes import free_port
 from tests.conftest import StartGateway, chat_body, until
 from tests.fake_instance import Exchange, Generation, error_body, generate, instances, token_ids
@@ -377,3 +377,39 @@ async def test_every_leg_of_a_request_has_the_same_id_and_no_other_request_has_i
         assert len(set(ids)) == 2
         for fake in (a, b):
             assert sorted(received.headers[REQUEST_ID_HEADER] for received in fake.received) == ids
+
+
+async def test_a_resume_before_the_first_token_does_not_say_the_role_again(start_gateway: StartGateway) -> None:
+    """A leg that is resumed from no tokens has nothing to leave out: the instance opens the reply anew."""
+
+    async def opens_and_dies(exchange: Exchange) -> None:
+        await exchange.start()
+        await exchange.send(Generation(exchange.request).role())
+        await exchange.cut()
+
+    async def says_all(exchange: Exchange) -> None:
+        assert exchange.request.resume_id is not None
+        await exchange.start(200, {RESUMED_HEADER: encode_resumed_header(exchange.request.resume_id, 0)})
+        await exchange.send(*Generation(exchange.request).rest())
+        await exchange.finish()
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        unmoved = normal(await running.stream())
+        a.script, b.script = opens_and_dies, says_all
+        assert normal(await running.stream()) == unmoved
+
+
+@pytest.mark.parametrize("ids", [b"[1,,2]", b"[" + b"9" * 5000 + b"]"])
+async def test_an_event_that_cannot_be_read_is_a_lost_leg(ids: bytes, start_gateway: StartGateway) -> None:
+    async def script(exchange: Exchange) -> None:
+        generation = Generation(exchange.request)
+        await exchange.start()
+        await exchange.send(*generation.upto(2))
+        await asyncio.sleep(0.05)
+        await exchange.send(b'data: {"choices":[{"index":0,"delta":{"content":"x"},"token_ids":%b}]}\n\n' % ids)
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        unmoved = normal(await running.stream())
+        a.script = script
+        assert normal(await running.stream()) == unmoved
+        assert b.received[-1].resume_id is not None

@@ -40,6 +40,10 @@ class Other:
     block: bytes
 
 
+class MalformedEvent(ValueError):
+    """An instance sent what no vLLM sends."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """An event of the reply. ``token_ids`` is ``None`` where the instance did not tell them."""
@@ -86,12 +90,20 @@ def _read_event(block: bytes) -> Done | Other | Chunk:
         block=block,
         has_choice=_CHOICE.search(payload) is not None,
         role=_ROLE_DELTA.search(payload) is not None,
-        token_ids=None if ids is None else json.loads(ids[1]),
+        token_ids=None if ids is None else _integers(ids[1]),
         finished=_FINISH.search(payload) is not None,
         usage=_USAGE.search(payload) is not None,
         error=_ERROR.match(payload) is not None,
         empty=_EMPTY_DELTA.search(payload) is not None,
     )
+
+
+def _integers(text: bytes) -> list[int]:
+    try:
+        ids: list[int] = json.loads(text)
+    except ValueError as error:
+        raise MalformedEvent("an event whose token ids cannot be read") from error
+    return ids
 
 
 def hide_token_ids(block: bytes) -> bytes:

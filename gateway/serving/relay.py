@@ -80,15 +80,15 @@ class Relay:
         data = await self._first_bytes(leg, head, reply)
         while data:
             try:
-                blocks = splitter.feed(data)
-            except sse.BlockTooLarge as error:
+                items = _items(splitter.feed(data))
+            except (sse.BlockTooLarge, events.MalformedEvent) as error:
                 raise LegCut(leg.instance_id, f"The instance sent {error}.") from error
-            outcome = await self._pass_on(blocks, leg, head, session, prebound, reply)
+            outcome = await self._pass_on(items, leg, head, session, prebound, reply)
             if outcome is not None:
                 return outcome
             data = await leg.read()
         if (last := events.completed(splitter.rest())) is not None:
-            outcome = await self._pass_on([last], leg, head, session, prebound, reply)
+            outcome = await self._pass_on(_items([last]), leg, head, session, prebound, reply)
             if outcome is not None:
                 return outcome
         if session.is_complete:
@@ -107,12 +107,12 @@ class Relay:
             reading.cancel()
 
     async def _pass_on(
-        self, blocks: list[bytes], leg: Leg, head: Head, session: Session, prebound: Prebound, reply: Reply
+        self, items: list[StreamItem], leg: Leg, head: Head, session: Session, prebound: Prebound, reply: Reply
     ) -> Outcome | None:
         """One read's blocks, in one write. ``None``: the stream goes on."""
         out: list[bytes] = []
         count = 0
-        for item in _items(blocks):
+        for item in items:
             match item:
                 case Chunk():
                     shown = self._show(item, leg, session)
@@ -136,7 +136,10 @@ class Relay:
 
     def _show(self, chunk: Chunk, leg: Leg, session: Session) -> bytes | None:
         """The event as the client should see it, or ``None`` for one that it should not."""
+        said_already = chunk.role and leg.resumption is not None and session.events_sent > 0
         session.take(chunk)
+        if said_already:  # The first leg was lost after it had opened the reply, and before its first token.
+            return None
         if chunk.error:
             session.end("failed")
         block = events.hide_transfers(chunk.block)

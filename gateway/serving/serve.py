@@ -18,7 +18,7 @@ from typing import assert_never
 
 from gateway import wire
 from gateway.cluster.members import Members
-from gateway.errors import GatewayError, LegError, LegUnreachable, NoInstance, ResumeFailed
+from gateway.errors import GatewayError, LegError, LegUnreachable, NoInstance, NotFound, ResumeFailed
 from gateway.openai.body import GenerateBody
 from gateway.serving.backend import Backend, Call, Leg, Resumption
 from gateway.serving.dispatch import Dispatcher
@@ -114,7 +114,7 @@ class Server:
                 raise error
             try:
                 return self._restart(session) if session.events_sent == 0 else await self._resume(session)
-            except NoInstance:
+            except (NoInstance, NotFound):  # NotFound: the last instance with the model has been forgotten.
                 raise error from None
             except LegError as another:
                 error = another
