@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -18,6 +19,12 @@ from gateway.app import Gateway
 from gateway.config import Budgets, Intervals, Settings
 from loadtest.redis_server import RedisServer
 from tests.fake_instance import MODEL, SECRET, FakeInstance
+
+
+def pytest_configure() -> None:
+    """SIGTERM, as a time limit sends it, ends a run like Ctrl-C: fixtures end what they have started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
 
 ADMIN_KEY = "admin-key"
 INTERVALS = Intervals(probe_s=0.1, leader_tick_s=0.1, probe_timeout_s=10)
