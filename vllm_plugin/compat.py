@@ -386,18 +386,18 @@ async def call_workers(engine_client: Any, method: str, *args: Any) -> list[Any]
     return list(await engine_client.collective_rpc(method, args=args))
 
 
-def check_engine(engine_client: Any, arguments: Any) -> None:
-    """Raises SettingsError, with what to do, when the server was not started in the way that kvferry needs."""
+def check_engine(engine_client: Any, arguments: Any, scheduler: type, worker_extension: type) -> None:
+    """Raises SettingsError, with what to do, when the server was not started in the way that kvferry needs.
+
+    ``scheduler``, ``worker_extension``: the plugin's classes, of which the server's must be subclasses.
+    """
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    from vllm_plugin.scheduler import KvferryScheduler
-    from vllm_plugin.worker import WorkerExtension
-
     config = engine_client.vllm_config
-    if not issubclass(config.scheduler_config.get_scheduler_cls(), KvferryScheduler):
+    if not issubclass(config.scheduler_config.get_scheduler_cls(), scheduler):
         raise SettingsError("kvferry needs --scheduler-cls vllm_plugin.scheduler.KvferryScheduler")
     extension = config.parallel_config.worker_extension_cls
-    if not extension or not issubclass(resolve_obj_by_qualname(extension), WorkerExtension):
+    if not extension or not issubclass(resolve_obj_by_qualname(extension), worker_extension):
         raise SettingsError("kvferry needs --worker-extension-cls vllm_plugin.worker.WorkerExtension")
     if config.parallel_config.data_parallel_size > 1:
         raise SettingsError(

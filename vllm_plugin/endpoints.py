@@ -16,9 +16,11 @@ from vllm_plugin import compat
 from vllm_plugin.incoming import Refused
 from vllm_plugin.llumlet import Abort, Commit, Llumlet, NoSuchRequest, Reserve, Stage, start_data_plane
 from vllm_plugin.managed import ManagedRequests, error_response, has_secret
+from vllm_plugin.scheduler import KvferryScheduler
 from vllm_plugin.session import current_session
 from vllm_plugin.settings import SettingsError, settings_from_environment
 from vllm_plugin.transfer import TransferError
+from vllm_plugin.worker import WorkerExtension
 
 logger = logging.getLogger("vllm.kvferry.endpoints")
 
@@ -44,7 +46,7 @@ class KvferryEndpoints:
             raise SettingsError("kvferry needs a server with an engine.")
         if not compat.is_requested():
             raise SettingsError("name both plugins: VLLM_PLUGINS=kvferry,kvferry_endpoints")
-        compat.check_engine(engine_client, args)
+        compat.check_engine(engine_client, args, KvferryScheduler, WorkerExtension)
         description = await compat.call_engine(engine_client, "describe", {})
         data = await start_data_plane(self.settings, engine_client, description)
         instance_id = self.settings.instance_id or f"{args.host or '127.0.0.1'}:{args.port}"

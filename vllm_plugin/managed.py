@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
@@ -12,10 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import wire
 from vllm_plugin.incoming import Refused
+from vllm_plugin.llumlet import Llumlet
 from vllm_plugin.session import Session, current_session
-
-if TYPE_CHECKING:
-    from vllm_plugin.endpoints import KvferryEndpoints
+from vllm_plugin.settings import Settings
 
 CHAT_PATH = "/v1/chat/completions"
 MANAGED_PATHS = (CHAT_PATH, "/v1/completions")
@@ -32,10 +31,17 @@ def has_secret(headers: Headers, secret: str) -> bool:
     return hmac.compare_digest(headers.get(wire.SECRET_HEADER, "").encode(), secret.encode())
 
 
+class Plugin(Protocol):
+    """What the middleware, which vLLM builds before there is an engine, finds the llumlet by."""
+
+    settings: Settings
+    llumlet: Llumlet | None
+
+
 class ManagedRequests:
     """Plain ASGI middleware: gives a gateway's request its session, and ends its reply when the request moves."""
 
-    def __init__(self, app: ASGIApp, plugin: KvferryEndpoints) -> None:
+    def __init__(self, app: ASGIApp, plugin: Plugin) -> None:
         self._app = app
         self._plugin = plugin
 

@@ -69,11 +69,14 @@ def engine_client(
 def test_a_server_that_was_started_otherwise_is_refused_with_what_to_do(
     compat: ModuleType, client: dict[str, Any], arguments: dict[str, Any], says: str
 ) -> None:
+    from vllm_plugin.scheduler import KvferryScheduler
     from vllm_plugin.settings import SettingsError
+    from vllm_plugin.worker import WorkerExtension
 
-    compat.check_engine(engine_client(), Namespace(api_server_count=1))
+    needed = (KvferryScheduler, WorkerExtension)
+    compat.check_engine(engine_client(), Namespace(api_server_count=1), *needed)
     with pytest.raises(SettingsError, match=says):
-        compat.check_engine(engine_client(**client), Namespace(**{"api_server_count": 1, **arguments}))
+        compat.check_engine(engine_client(**client), Namespace(**{"api_server_count": 1, **arguments}), *needed)
 
 
 @pytest.mark.parametrize(
