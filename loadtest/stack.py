@@ -211,21 +211,25 @@ class Stack:
 
     async def _warm_up(self) -> None:
         """vLLM makes some of its kernels at the first request that needs them, which takes seconds on a CPU."""
-        body = {
-            "model": self.model,
-            "prompt": "warm up",
-            "max_tokens": 4,
-            "logprobs": 1,
-            "seed": 1,
-            "presence_penalty": 0.1,
-            "repetition_penalty": 1.1,
+        common = {"model": self.model, "max_tokens": 4, "seed": 1, "presence_penalty": 0.1, "repetition_penalty": 1.1}
+        message = {"role": "user", "content": "warm up"}
+        bodies = {
+            "/v1/completions": {**common, "prompt": "warm up", "logprobs": 2, "stream": True},
+            "/v1/chat/completions": {
+                **common,
+                "messages": [message],
+                "logprobs": True,
+                "top_logprobs": 2,
+                "stream": True,
+            },
         }
         with self._progress.step("warming up"):
             async with httpx.AsyncClient(timeout=INSTANCE_TIMEOUT_S, trust_env=False) as client:
-                posts = (client.post(f"{instance.url}/v1/completions", json=body) for instance in self.instances)
-                for answer in await asyncio.gather(*posts):
-                    if answer.status_code != 200:
-                        raise StackFailed(f"a server refused its first request: {answer.text}")
+                for path, body in bodies.items():
+                    posts = (client.post(instance.url + path, json=body) for instance in self.instances)
+                    for answer in await asyncio.gather(*posts):
+                        if answer.status_code != 200:
+                            raise StackFailed(f"a server refused its first request: {answer.text}")
 
     def _start_gateway(self) -> None:
         port = self._gateway_port or free_port()
