@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_plugin import compat
-from vllm_plugin.settings import FREEZE_LIMIT_S, PIN_LIMIT_S, RESERVATION_LEASE_S, UNCLAIMED_LEASE_S
+from vllm_plugin.settings import FREEZE_LIMIT_S, PIN_LIMIT_S, RESERVATION_LEASE_S
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -416,8 +416,7 @@ class EngineAgent:
     def _reservation(
         self, shadow: compat.Request, blocks: list[KVCacheBlock], spare: list[KVCacheBlock]
     ) -> Reservation:
-        lease_s = RESERVATION_LEASE_S if blocks or spare else UNCLAIMED_LEASE_S
-        return Reservation(shadow, blocks, 0, 0, spare, time.monotonic() + lease_s)
+        return Reservation(shadow, blocks, 0, 0, spare, time.monotonic() + RESERVATION_LEASE_S)
 
     def _pin(self, request_id: str, blocks: list[KVCacheBlock]) -> None:
         self.port.pin_blocks(blocks)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from vllm_plugin import compat
 from vllm_plugin.session import Session
-from vllm_plugin.settings import COMMIT_TIMEOUT_S, RESERVATION_LEASE_S
+from vllm_plugin.settings import CLAIM_LIMIT_S, COMMIT_TIMEOUT_S, RESERVATION_LEASE_S
 
 logger = logging.getLogger("vllm.kvferry.incoming")
 
@@ -113,6 +113,8 @@ class Incoming:
         self.committed = True
         self.renew()
         if self.session is None:
+            # The source has let go. A gateway comes at once, unless its client has left: nobody would tell us that.
+            self.deadline = time.monotonic() + CLAIM_LIMIT_S
             return False
         await self._finish(self.session)
         return True

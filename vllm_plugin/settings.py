@@ -11,8 +11,8 @@ from gateway.wire import is_identifier
 REPORT_INTERVAL_S = 0.1
 RESERVATION_LEASE_S = 15.0
 """A destination frees what it set aside for a migration that has been silent for so long."""
-UNCLAIMED_LEASE_S = 30.0
-"""A committed request that no gateway has opened is given up after this."""
+CLAIM_LIMIT_S = 1.5
+"""A committed request that no gateway has opened is given up after this; one that comes later resumes from tokens."""
 FREEZE_LIMIT_S = 5.0
 """A source decodes on by itself when a final stage has not ended after this."""
 STAGE_TIMEOUT_S = 30.0

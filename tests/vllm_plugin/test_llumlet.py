@@ -73,6 +73,23 @@ async def test_only_migrations_under_way_count_against_the_limit(plugin: SimpleN
         await llumlet.reserve("one too many", reserve(plugin, "t"))
 
 
+async def test_a_committed_request_that_nobody_opens_is_given_up_within_two_seconds(
+    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has left just when it moved: the gateway will never come, and the source has let go."""
+    engine = Engine()
+    llumlet = build_llumlet(plugin, engine)
+    await llumlet.reserve("m", reserve(plugin, "r"))
+    await llumlet.commit("m", plugin.llumlet.Commit(0, [], 1, [4], 0.0, 2, None, 0))
+    now = plugin.incoming.time.monotonic()
+    monkeypatch.setattr(plugin.llumlet.time, "monotonic", lambda: now + 1.8)
+    llumlet._expire()
+    await asyncio.gather(*llumlet._tasks)
+    assert engine.operations[-1] == "cancel"
+    with pytest.raises(plugin.incoming.Refused):
+        llumlet.open_session("r", "m", is_chat=False)
+
+
 async def test_a_reserve_that_comes_after_its_abort_is_refused(plugin: SimpleNamespace) -> None:
     llumlet = build_llumlet(plugin, Engine())
     await llumlet.abort("m", "the client left")
