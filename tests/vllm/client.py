@@ -174,6 +174,8 @@ class Client:
             headers = {SECRET_HEADER: self.stack.secret}
             response = await self.http.post(url, json={"draining": draining}, headers=headers)
             assert response.status_code == 200, response.text
+        if not draining:
+            return  # A destination of moves again at once; where requests begin, with its next report.
         async with asyncio.timeout(10):
             while True:
                 answer = (await self.http.get(f"{self.url}/admin/instances", headers=self.admin_headers())).json()
