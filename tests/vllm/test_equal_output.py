@@ -128,7 +128,7 @@ async def test_max_tokens_reached_around_the_move_is_exact(client: Client, token
 
 async def test_fields_that_the_client_did_not_ask_for_do_not_appear(client: Client) -> None:
     """Without return_token_ids, the moved stream's events have the unmoved stream's fields, and so does its text."""
-    body = {"messages": MESSAGES, **GREEDY, "return_token_ids": False}
+    body = {"messages": MESSAGES, **GREEDY, "max_tokens": 600, "return_token_ids": False}
     alone = await client.run(CHAT, **body)
     reply = Reply()
     moving = None
@@ -162,7 +162,7 @@ async def test_fields_that_the_client_did_not_ask_for_do_not_appear(client: Clie
     ids=["chat", "completion"],
 )
 async def test_a_reply_that_is_not_streamed_moves_too(client: Client, path: str, body: dict[str, Any]) -> None:
-    request = {"model": client.stack.model, "ignore_eos": True, "max_tokens": 300, **body}
+    request = {"model": client.stack.model, "ignore_eos": True, "max_tokens": 800, **body}
 
     async def post() -> dict[str, Any]:
         response = await client.http.post(client.url + path, json=request, headers=client.headers())

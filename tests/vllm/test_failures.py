@@ -23,7 +23,7 @@ from vllm_plugin.settings import RESERVATION_LEASE_S
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
 COMPLETIONS = "/v1/completions"
-BODY: dict[str, Any] = {"prompt": "When it fails", "temperature": 0, "ignore_eos": True, "max_tokens": 400}
+BODY: dict[str, Any] = {"prompt": "When it fails", "temperature": 0, "ignore_eos": True, "max_tokens": 800}
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -290,7 +290,7 @@ async def test_a_reply_that_is_not_streamed_survives_the_loss_of_its_destination
     alone = (await post()).json()
     async with client.only("a"):
         running = asyncio.create_task(post())
-        request_id = await on_a(client, output_tokens=40)
+        request_id = await on_a(client, output_tokens=10)
     assert (await client.move(request_id, "b"))["outcome"] == "committed"
     cutting.refusing = True
     cutting.cut()
