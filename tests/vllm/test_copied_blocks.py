@@ -16,7 +16,7 @@ COMPLETIONS = "/v1/completions"
 
 
 def body(prompt: str, **fields: Any) -> dict[str, Any]:
-    return {"prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": 160, **fields}
+    return {"prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": 400, **fields}
 
 
 @pytest.mark.parametrize("prompt_words", [5, 700])

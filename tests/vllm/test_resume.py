@@ -99,7 +99,7 @@ async def test_a_move_between_unequal_kv_formats_recomputes_and_is_exact(client:
         message = json.loads(body) | {"kv_format": "of another model"}
         return await proxy.forward(request, json.dumps(message).encode())
 
-    body: dict[str, Any] = {"prompt": "Other format " * 30, "temperature": 0, "ignore_eos": True, "max_tokens": 300}
+    body: dict[str, Any] = {"prompt": "Other format " * 30, "temperature": 0, "ignore_eos": True, "max_tokens": 800}
     alone = await client.run(COMPLETIONS, **body)
     async with HandshakeProxy(client.stack.instance("b").url).running() as proxy:
         proxy.faults["reserve"] = other_format
