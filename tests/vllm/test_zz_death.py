@@ -91,3 +91,4 @@ async def test_a_server_that_is_told_to_end_does_so_although_a_gateway_reads_its
     async with asyncio.timeout(20):
         while process.exit_status is None:
             await asyncio.sleep(0.1)
+    assert process.exit_status is not None

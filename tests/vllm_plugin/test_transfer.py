@@ -255,6 +255,7 @@ async def test_an_order_after_an_idle_time_works(monkeypatch: pytest.MonkeyPatch
         await pair.grant([3])
         await asyncio.sleep(0.3)
         await pair.grant([5])
+        assert await pair.pull([3, 5], [0, 1]) == 2 * 64
     finally:
         pair.close()
 
