@@ -544,7 +544,7 @@ def _replay_logprobs(processor: Any, token_ids: list[int], logprobs: list[Any] |
     if processor.logprobs is None:
         return
     if logprobs is None:  # The tokens' texts still count: completions add their lengths up to text_offset.
-        ones = numpy.ones(len(token_ids), dtype=numpy.int32)
+        ones: Any = numpy.ones(len(token_ids), dtype=numpy.int32)
         tokens = numpy.array(token_ids, dtype=numpy.int32).reshape(-1, 1)
         processor._update_sample_logprobs(LogprobsLists(tokens, numpy.zeros(tokens.shape), ones))
         return
