@@ -27,6 +27,8 @@ POSITIONS_MAX = 32_768
 
 BEGIN, END, TURN, PAD = "<|begin|>", "<|end|>", "<|turn|>", "<|pad|>"
 SPECIAL_TOKENS = [BEGIN, END, TURN, PAD]
+MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+"""What vLLM's reasoning and tool parsers look for. The model makes them only when a ``logit_bias`` wants it to."""
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -131,18 +133,18 @@ def build_tokenizer() -> Any:
         if len(word) <= 3:
             pieces.append(spelled(word))
     pieces += [spelled(piece) for piece in ENDINGS + MARKS + CHARACTERS]
-    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(SPECIAL_TOKENS + pieces))}
+    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(SPECIAL_TOKENS + pieces + MARKUP))}
 
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer.add_special_tokens(SPECIAL_TOKENS + MARKUP)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BEGIN,
         eos_token=END,
         pad_token=PAD,
-        additional_special_tokens=[TURN],
+        additional_special_tokens=[TURN, *MARKUP],
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=POSITIONS_MAX,
@@ -175,7 +177,7 @@ def build_model(tokenizer: Any) -> Any:
     # A row of zeros keeps a token out of the output: markup other than the end token, and control characters, which
     # would upset a terminal. Lone bytes beyond ASCII stay, but seldom: they make the detokenizer hold text back.
     with torch.no_grad():
-        for token in (BEGIN, TURN, PAD):
+        for token in (BEGIN, TURN, PAD, *MARKUP):
             model.lm_head.weight[tokenizer.convert_tokens_to_ids(token)] = 0
         for token, index in tokenizer.get_vocab().items():
             text = tokenizer.convert_tokens_to_string([token])

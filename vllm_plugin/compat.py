@@ -6,12 +6,14 @@ server's front end needs. Another vLLM version means: read this file against it,
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
 import os
+import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -39,6 +41,12 @@ TESTED_VERSIONS = ("0.32.0",)
 REQUEST_KEY = "kvferry_request"
 RESUME_KEY = "kvferry_resume"
 PROMPT_TOKENS_KEY = "kvferry_prompt_tokens"
+
+QUEUED_STATUSES = (
+    RequestStatus.WAITING,
+    RequestStatus.PREEMPTED,
+    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+)
 
 
 # 1. The version guard.
@@ -84,6 +92,10 @@ def install_engine_method() -> None:
         return agent.handle(operation, payload)
 
     EngineCore.kvferry = kvferry
+
+
+class GrammarRejected(Exception):
+    """Output tokens that came from elsewhere do not fit the request's grammar."""
 
 
 class EnginePort:
@@ -148,14 +160,27 @@ class EnginePort:
     def is_live(self, request: Request) -> bool:
         return self._scheduler.requests.get(request.request_id) is request and not request.is_finished()
 
+    def is_queued(self, request: Request) -> bool:
+        """Whether it waits for its first step, or was preempted: it holds no blocks."""
+        return request.status in QUEUED_STATUSES and request in self._scheduler.waiting
+
     def stop_scheduling(self, request: Request) -> None:
-        """Take a running request out of the batch: it keeps its blocks, and what is in flight is still delivered."""
-        self._scheduler.running.remove(request)
+        """Take a request out of batch or queue: it keeps its blocks, and what is in flight is still delivered."""
+        scheduler = self._scheduler
+        if request.status == RequestStatus.RUNNING:
+            scheduler.running.remove(request)
+        else:
+            scheduler.waiting.remove_request(request)
+            scheduler.deferred_waiting.discard(request)
 
     def resume_scheduling(self, request: Request) -> None:
-        """Put it back into the batch, or, if its place was taken meanwhile, first into the queue, as if preempted."""
+        """Put it back where it was; if its place in the batch was taken, first into the queue, as if preempted."""
         scheduler = self._scheduler
-        if len(scheduler.running) < scheduler.max_num_running_reqs:
+        if request.status != RequestStatus.RUNNING:
+            scheduler.waiting.prepend_request(request)
+            if scheduler._is_blocked_waiting_status(request.status):
+                scheduler.deferred_waiting.add(request)
+        elif len(scheduler.running) < scheduler.max_num_running_reqs:
             scheduler.running.append(request)
         else:
             scheduler._preempt_request(request, time.monotonic())
@@ -168,23 +193,47 @@ class EnginePort:
         """Make a request known, so that an abort finds it, but put it into no queue."""
         self._scheduler.requests[request.request_id] = request
 
-    def ending(self, request: Request, output_token_ids: list[int]) -> tuple[str, int | str | None] | None:
-        """Give a parked request its output tokens; finish reason and stop reason if they are all that it may have."""
+    def grammar_is_compiling(self, request: Request) -> bool:
+        """Structured output: the grammar is made on a thread of its own, from the time when the request arrives."""
+        structured = request.structured_output_request
+        return structured is not None and structured.grammar is None
+
+    def take_output(self, request: Request, token_ids: list[int]) -> None:
+        """Give a parked request output tokens that were made elsewhere; its grammar is advanced over each of them.
+
+        One by one, as when they are sampled: a grammar that begins after the reasoning has to see where that ends.
+        Raises GrammarRejected.
+        """
+        if request.structured_output_request is None:
+            request.append_output_token_ids(token_ids)
+            return
+        if isinstance(request.structured_output_request.grammar, Exception):
+            raise GrammarRejected("the grammar could not be compiled")
+        for token_id in token_ids:
+            request.append_output_token_ids(token_id)
+            if not self._scheduler.structured_output_manager.accept_tokens(request, [token_id]):
+                raise GrammarRejected("the output so far does not follow the grammar")
+
+    def ending(self, request: Request) -> tuple[str, int | str | None] | None:
+        """Finish reason and stop reason if a parked request's output tokens are all that it may have."""
         from vllm.v1.core.sched.utils import check_stop
 
-        request.append_output_token_ids(output_token_ids)
-        if not output_token_ids or not check_stop(request, self._scheduler.max_model_len):
+        if not request.num_output_tokens or not check_stop(request, self._scheduler.max_model_len):
             return None
         reason = str(request.get_finished_reason())
         request.status = RequestStatus.WAITING  # It is ended like any parked request, by ``finish``.
         return reason, request.stop_reason
 
-    def admit(self, request: Request) -> None:
-        """Queue a parked request, first in line."""
+    def admit(self, request: Request, *, begun: bool) -> None:
+        """Queue a parked request, first in line. ``begun``: it has been computed elsewhere, at least in part."""
         scheduler = self._scheduler
         scheduler.requests.pop(request.request_id, None)
-        # The stock scheduler asserts that a first prefix hit lies inside the prompt (Scheduler.schedule).
-        request.prefill_stats = None
+        if begun:
+            # The stock scheduler asserts that a first prefix hit lies inside the prompt (Scheduler.schedule), and what
+            # was copied is no hit that the client should read of.
+            request.prefill_stats = None
+        if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            request.status = RequestStatus.WAITING  # The grammar is there: ``take_output`` has used it.
         extra = request.sampling_params.extra_args
         extra[PROMPT_TOKENS_KEY] = request.num_prompt_tokens
         AsyncScheduler.add_request(scheduler, request)
@@ -238,14 +287,19 @@ class EnginePort:
         self._pool.cache_full_blocks(shadow, blocks, have, total, self.block_size, 0)
 
 
+def prefix_hit_tokens(request: Request) -> int | None:
+    """Prompt tokens that the prefix cache held when the request was first scheduled; ``None`` if that is yet to come,
+    or once the front end has been told (``cached_tokens``)."""
+    stats = request.prefill_stats
+    return int(stats.num_cached_tokens) if stats is not None and stats.num_prompt_tokens > 0 else None
+
+
 def why_engine_cannot_move(request: Request) -> str | None:
     """A reason that only the engine core sees (the front end's come first, ``why_cannot_move``)."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "prompt embeddings"
     if request.has_encoder_inputs:
         return "multimodal input"
-    if request.use_structured_output:
-        return "structured output"
     if request.resumable:
         return "streamed input"
     return None
@@ -337,6 +391,8 @@ def install_input_batch_split() -> None:
         return
 
     def add_request(self: Any, request: Any) -> Any:
+        if request.generator is not None and request.generator.device.type == "cpu":
+            request.generator = RewindingGenerator.of(request)
         split_resumed(request)
         return stock(self, request)
 
@@ -362,6 +418,35 @@ def split_resumed(request: Any) -> None:
     request.num_prompt_tokens = prompt_tokens
     if request.generator is not None:
         replay_draws(request.generator, len(request.output_token_ids))
+
+
+class RewindingGenerator(torch.Generator):
+    """A seeded request's generator on CPU that can take back the draw of a step that ended inside the prompt.
+
+    The model runner rewinds by offset (GPUModelRunner._bookkeeping_sync), which CPU generators do not have: stock vLLM
+    0.32.0 fails there, and a resumed request is computed in pieces more often than a new one.
+    """
+
+    _request: Any
+
+    @classmethod
+    def of(cls, request: Any) -> RewindingGenerator:
+        """For a CachedRequestState, at the point where its own generator stands."""
+        if isinstance(request.generator, cls):
+            return request.generator
+        generator = cls()
+        generator.manual_seed(request.generator.initial_seed())
+        generator.set_state(request.generator.get_state())
+        generator._request = request
+        return generator
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """Only ever called to rewind: back to where the output tokens so far have brought it."""
+        self.manual_seed(self.initial_seed())
+        replay_draws(self, len(self._request.output_token_ids))
 
 
 def replay_draws(generator: torch.Generator, count: int) -> None:
@@ -440,16 +525,12 @@ def why_cannot_move(engine_client: Any, params: Any, options: dict[str, Any]) ->
         return "n > 1"
     if params.prompt_logprobs is not None:
         return "prompt_logprobs"
-    if params.structured_outputs is not None:
-        return "structured output"
     if params.flat_logprobs:
         return "flat_logprobs"
     if params.logprob_token_ids:
         return "logprob_token_ids"
     if options.get("lora_request") is not None:
         return "LoRA adapter"
-    if options.get("reasoning_parser_kwargs") is not None:
-        return "reasoning parser"
     if params.extra_args and params.extra_args.get("kv_transfer_params"):
         return "kv_transfer_params"
     if params.watermarking:
@@ -461,13 +542,9 @@ def why_cannot_move(engine_client: Any, params: Any, options: dict[str, Any]) ->
     return None
 
 
-def why_chats_cannot_move(arguments: Any) -> str | None:
-    """A parser's state is built from the text as it came, piece by piece; a replay in one piece was not tested."""
-    if getattr(arguments, "reasoning_parser", None):
-        return "reasoning parser"
-    if getattr(arguments, "tool_call_parser", None):
-        return "tool parser"
-    return None
+def parses_chats(arguments: Any) -> bool:
+    """Whether chats go through a reasoning or tool parser, whose state is built from the text as it comes."""
+    return bool(getattr(arguments, "reasoning_parser", None) or getattr(arguments, "tool_call_parser", None))
 
 
 def is_final_only(params: Any) -> bool:
@@ -486,6 +563,33 @@ def drop_own_keys(params: Any) -> None:
 def replace_generate(engine_client: Any, wrap: Callable[[Any], Callable[..., AsyncGenerator[Any, None]]]) -> None:
     """Put ``wrap(stock generate)`` in front of ``AsyncLLM.generate``, which every generating route calls."""
     engine_client.generate = wrap(engine_client.generate)
+
+
+def drain_before_shutdown(engine_client: Any, empty: Callable[[], Awaitable[None]]) -> None:
+    """Have ``empty`` run before vLLM, told to end by a signal, stops the engine.
+
+    vLLM's API server calls ``AsyncLLM.shutdown`` from a thread while its event loop, and so its HTTP server, goes on
+    (``entrypoints/launchers/launcher.py``); a second call, at the very end, comes from the loop itself.
+    """
+    stock = engine_client.shutdown
+    loop = asyncio.get_running_loop()
+    asked = False
+
+    def shutdown(*args: Any, **options: Any) -> Any:
+        nonlocal asked
+        if not asked and threading.current_thread() is not threading.main_thread() and loop.is_running():
+            asked = True
+            asyncio.run_coroutine_threadsafe(_quietly(empty), loop).result()
+        return stock(*args, **options)
+
+    engine_client.shutdown = shutdown
+
+
+async def _quietly(empty: Callable[[], Awaitable[None]]) -> None:
+    try:
+        await empty()
+    except Exception:  # Whatever it was, the server is to end.
+        logger.exception("draining before the end failed")
 
 
 def front_end_ids(engine_client: Any, external_id: str) -> set[str]:
@@ -521,6 +625,25 @@ def replay(state: RequestState, token_ids: list[int], logprobs: list[Any] | None
     if output is not None and state.queue is not None:
         state.queue.put(output)
     return stop_string
+
+
+def replay_singly(
+    state: RequestState, token_ids: list[int], logprobs: list[Any] | None
+) -> tuple[list[Any], str | None]:
+    """As ``replay``, but as one output a token, returned instead of queued: for a consumer that parses what it reads.
+
+    Reasoning and tool parsers keep state from piece to piece, and some expect pieces as small as decoding makes them.
+    """
+    assert state.detokenizer is not None
+    assert state.logprobs_processor is not None
+    outputs: list[Any] = []
+    stop_string: str | None = None
+    for index, token_id in enumerate(token_ids):
+        stop_string = state.detokenizer.update([token_id], False)
+        _replay_logprobs(state.logprobs_processor, [token_id], logprobs[index : index + 1] if logprobs else None)
+        if (output := state.make_request_output([token_id], None, None, None)) is not None:
+            outputs.append(output)
+    return outputs, stop_string
 
 
 def finish_reply(engine_client: Any, state: RequestState, reason: str, stop_reason: int | str | None) -> None:

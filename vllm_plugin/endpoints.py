@@ -57,9 +57,10 @@ class KvferryEndpoints:
             engine_client,
             description,
             data,
-            compat.why_chats_cannot_move(args),
+            compat.parses_chats(args),
         )
         compat.replace_generate(engine_client, with_session)
+        compat.drain_before_shutdown(engine_client, self.llumlet.empty)
         self.llumlet.start()
         logger.info("llumlet %s started, KV format %s", instance_id, data.kv_format or f"none: {data.kv_reason}")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvferry.engine")
 
 ARRIVALS_KEPT = 64
+MOVABLE_STATES = ("running", "waiting")
 
 
 @dataclass
@@ -43,16 +44,19 @@ class Frozen:
 class Reservation:
     """Blocks set aside for a sequence that is arriving, and the hashes under which they become findable."""
 
-    shadow: compat.Request
+    shadow: compat.Request | None
+    """``None`` where only tokens are expected."""
     blocks: list[KVCacheBlock]
-    reused: int
-    """Leading blocks that the prefix cache held already."""
     received: int
     """Leading blocks whose content is here."""
     spare: list[KVCacheBlock]
     """For the tail that did not fill a block; free again when the request is queued."""
     deadline: float
+    tokens: list[int] = field(default_factory=list)
+    """Output tokens so far. A parked request is given them as they come, so that little is left for the commit."""
     parked: compat.Request | None = None
+    rejection: str | None = None
+    """Why the parked request cannot go on after these tokens."""
     committed: bool = False
     writing: bool = False
     """A worker writes into the blocks, from ``extend`` until ``received`` or ``written``: they must not be freed."""
@@ -91,6 +95,8 @@ class EngineAgent:
     admitted: dict[str, str] = field(default_factory=dict)
     """Engine request id -> resume id, from ``commit`` until first scheduled."""
     arrivals: deque[Arrival] = field(default_factory=lambda: deque(maxlen=ARRIVALS_KEPT))
+    staying: Counter[str] = field(default_factory=Counter)
+    """Requests that came here and cannot move, by a reason that only the engine knows."""
     arrived_at: dict[str, float] = field(default_factory=dict)
     step_ms: float = 0.0
     _last_step: float | None = None
@@ -139,14 +145,17 @@ class EngineAgent:
         if not extra or (request_id := extra.get(compat.REQUEST_KEY)) is None:
             return False
         self.managed[request_id] = request
+        if (reason := compat.why_engine_cannot_move(request)) is not None:
+            self.staying[reason] += 1
         resume_id = extra.get(compat.RESUME_KEY)
         if resume_id is None:
             return False
         self.port.park(request)
         reservation = self.reservations.get(resume_id)
         if reservation is None:  # The lease is over, or a resume that has only tokens: nothing to adopt, still parked.
-            reservation = self.reservations[resume_id] = self._reservation(request, [], [])
+            reservation = self.reservations[resume_id] = self._reservation(None, [], [])
         reservation.parked = request
+        self._feed(reservation)
         return True
 
     def after_schedule(self, output: compat.SchedulerOutput) -> None:
@@ -229,20 +238,23 @@ class EngineAgent:
             "running": [len(self.port.held_blocks(request)) for request in running],
             "waiting": [self._demand(request) for request in waiting],
             "step_ms": round(self.step_ms, 3),
+            "staying": dict(self.staying),
         }  # fmt: skip
+
+    def _state(self, request_id: str, request: compat.Request) -> str:
+        if request_id in self.frozen:
+            return "migrating"
+        if request.status == compat.RequestStatus.RUNNING:
+            return "running"
+        reservation = self.reservations.get(request.sampling_params.extra_args.get(compat.RESUME_KEY, ""))
+        if reservation is not None and reservation.parked is request:
+            return "arriving" if reservation.committed else "parked"
+        return "waiting" if self.port.is_queued(request) else "blocked"
 
     def status(self, request_id: str) -> dict[str, Any]:
         request = self.managed[request_id]
-        extra = request.sampling_params.extra_args
-        if request_id in self.frozen:
-            state = "migrating"
-        elif request.status == compat.RequestStatus.RUNNING:
-            state = "running"
-        else:
-            reservation = self.reservations.get(extra.get(compat.RESUME_KEY, ""))
-            parked = reservation is not None and reservation.parked is request and not reservation.committed
-            state = "parked" if parked else "waiting"
-        reason = compat.why_engine_cannot_move(request) or (None if state == "running" else f"it is {state}")
+        state = self._state(request_id, request)
+        reason = compat.why_engine_cannot_move(request) or (None if state in MOVABLE_STATES else f"it is {state}")
         return {
             "request_id": request_id,
             "state": state,
@@ -277,15 +289,16 @@ class EngineAgent:
             "prompt_tokens": request.num_prompt_tokens,
             "prompt_token_ids": list(request.prompt_token_ids or ()) if tokens_from == blocks_from == 0 else [],
             "cache_salt": request.cache_salt,
+            "cached_tokens": compat.prefix_hit_tokens(request),
         }
 
     def freeze(self, request_id: str, preemptions: int, blocks_from: int, tokens_from: int) -> Any:
-        """Stop decoding a request; answers like ``export``, as a future, once no step that holds it is in flight."""
+        """Stop a request, running or queued; answers like ``export``, as a future, once no step in flight holds it."""
         request = self.managed.get(request_id)
         if request is None or not self.port.is_live(request):
             return {"state": "gone", "reason": "the request has finished"}
-        if request.status != compat.RequestStatus.RUNNING or request_id in self.frozen:
-            return {"state": "busy", "reason": "the request is not running"}
+        if self._state(request_id, request) not in MOVABLE_STATES:
+            return {"state": "busy", "reason": "the request is neither running nor queued"}
         if request.num_preemptions != preemptions:
             return {"state": "busy", "reason": "the request was preempted"}
         self.port.stop_scheduling(request)
@@ -322,34 +335,48 @@ class EngineAgent:
     # Operations: destination side.
 
     def reserve(
-        self, resume_id: str, token_ids: list[int], cache_salt: str | None, blocks: int, copy: bool
+        self,
+        resume_id: str,
+        prompt_token_ids: list[int],
+        output_token_ids: list[int],
+        cache_salt: str | None,
+        blocks: int,
+        copy: bool,
     ) -> dict[str, Any]:
-        """Set ``blocks`` blocks aside, and one for the tail; the leading ones from the prefix cache if it has them."""
+        """Set ``blocks`` blocks aside, and one for the tail; the leading ones from the prefix cache if it has them.
+
+        Refused unless all of the sequence would fit now: what is not copied is computed again.
+        """
         if resume_id in self.reservations:
             return {"accepted": False, "reason": "the migration id is in use"}
         if self.port.batch_is_full(len(self.reservations)):
             return {"accepted": False, "reason": "the destination's batch is full"}
+        token_ids = prompt_token_ids + output_token_ids
         shadow = self.port.shadow(token_ids, cache_salt)
         cached = self.port.take_cached_blocks(shadow) if copy else []
         held = cached[:blocks]
         self.port.free_blocks(cached[blocks:])
         missing = (blocks - len(held)) if copy else 0
-        if missing + 1 > self.port.blocks_free:
+        if max(missing, len(token_ids) // self.port.block_size - len(held)) + 1 > self.port.blocks_free:
             self.port.free_blocks(held)
             return {"accepted": False, "reason": "the destination has too few free blocks"}
         new = self.port.new_blocks(missing)
         reservation = self._reservation(shadow, [*held, *new], self.port.new_blocks(1))
-        reservation.reused = reservation.received = len(held)
+        reservation.received = len(held)
+        reservation.tokens = output_token_ids
         self.reservations[resume_id] = reservation
         return {"accepted": True, "reused": len(held), "block_ids": [block.block_id for block in new]}
 
     def extend(self, resume_id: str, blocks: int, output_token_ids: list[int]) -> dict[str, Any]:
         """More blocks for a sequence that has grown to ``blocks`` finished ones; renews the lease."""
         reservation = self.reservations.get(resume_id)
-        if reservation is None or reservation.doomed:
+        if reservation is None or reservation.doomed or reservation.shadow is None:
             return {"accepted": False, "reason": "the reservation has expired"}
         reservation.deadline = time.monotonic() + RESERVATION_LEASE_S
         reservation.shadow.append_output_token_ids(output_token_ids)
+        reservation.tokens.extend(output_token_ids)
+        if (refusal := self._feed(reservation)) is not None:
+            return {"accepted": False, "reason": refusal}
         missing = blocks - len(reservation.blocks)
         if missing > self.port.blocks_free:
             return {"accepted": False, "reason": "the destination has too few free blocks"}
@@ -362,7 +389,7 @@ class EngineAgent:
     def mark_received(self, resume_id: str, blocks: int) -> dict[str, Any]:
         """The first ``blocks`` blocks are here: make the new ones findable."""
         reservation = self.reservations.get(resume_id)
-        if reservation is None or reservation.doomed:
+        if reservation is None or reservation.doomed or reservation.shadow is None:
             self.mark_written(resume_id)
             return {"accepted": False, "reason": "the reservation has expired"}
         self.port.cache_blocks(reservation.shadow, reservation.blocks, reservation.received, blocks)
@@ -381,15 +408,25 @@ class EngineAgent:
                 self._drop(resume_id, reservation)
         return {}
 
-    def commit(self, resume_id: str, output_token_ids: list[int]) -> dict[str, Any]:
-        """Queue the parked request, first in line, to go on after ``output_token_ids`` (all of them).
+    def commit(self, resume_id: str, output_tokens: int, output_token_ids: list[int] | None = None) -> dict[str, Any]:
+        """Queue the parked request, first in line, to go on after its output tokens, ``output_tokens`` in number.
 
-        If they are all that it may have (``finish`` in the answer), there is nothing to run.
+        They are here already from the stages, or come as ``output_token_ids``, all of them; ``lacks_tokens`` in the
+        answer asks for that. ``compiling``: its grammar is not ready, ask again. ``finish``: the tokens are all that it
+        may have, there is nothing to run.
         """
         reservation = self.reservations.get(resume_id)
         if reservation is None or reservation.parked is None or reservation.committed or reservation.doomed:
             return {"accepted": False, "reason": "the request is not waiting here"}
-        ending = self.port.ending(reservation.parked, output_token_ids)
+        if output_token_ids is not None:
+            reservation.tokens[:] = output_token_ids
+        if len(reservation.tokens) != output_tokens:
+            return {"accepted": False, "lacks_tokens": True, "reason": "the output tokens are not complete"}
+        if self.port.grammar_is_compiling(reservation.parked):
+            return {"accepted": False, "compiling": True, "reason": "the grammar is not ready"}
+        if (refusal := self._feed(reservation)) is not None:
+            return {"accepted": False, "reason": refusal}
+        ending = self.port.ending(reservation.parked)
         if ending is not None:
             self.cancel(resume_id)
             return {"accepted": True, "finish": ending}
@@ -397,7 +434,7 @@ class EngineAgent:
         self.port.free_blocks(reservation.spare)
         reservation.spare = []
         self.admitted[reservation.parked.request_id] = resume_id
-        self.port.admit(reservation.parked)
+        self.port.admit(reservation.parked, begun=bool(reservation.tokens or reservation.received))
         return {"accepted": True, "finish": None}
 
     def cancel(self, resume_id: str) -> dict[str, Any]:
@@ -414,9 +451,19 @@ class EngineAgent:
     # Helpers.
 
     def _reservation(
-        self, shadow: compat.Request, blocks: list[KVCacheBlock], spare: list[KVCacheBlock]
+        self, shadow: compat.Request | None, blocks: list[KVCacheBlock], spare: list[KVCacheBlock]
     ) -> Reservation:
-        return Reservation(shadow, blocks, 0, 0, spare, time.monotonic() + RESERVATION_LEASE_S)
+        return Reservation(shadow, blocks, 0, spare, time.monotonic() + RESERVATION_LEASE_S)
+
+    def _feed(self, reservation: Reservation) -> str | None:
+        """Give the parked request the output tokens that it does not have yet; why they do not fit, if so."""
+        parked = reservation.parked
+        if parked is not None and reservation.rejection is None and not self.port.grammar_is_compiling(parked):
+            try:
+                self.port.take_output(parked, reservation.tokens[parked.num_output_tokens :])
+            except compat.GrammarRejected as error:
+                reservation.rejection = str(error)
+        return reservation.rejection
 
     def _pin(self, request_id: str, blocks: list[KVCacheBlock]) -> None:
         self.port.pin_blocks(blocks)

@@ -14,9 +14,13 @@ from typing import Any, Protocol
 
 from vllm_plugin import compat
 from vllm_plugin.session import Session
-from vllm_plugin.settings import CLAIM_LIMIT_S, COMMIT_TIMEOUT_S, RESERVATION_LEASE_S
+from vllm_plugin.settings import CLAIM_LIMIT_S, COMMIT_TIMEOUT_S, REPLAY_TOKEN_S, RESERVATION_LEASE_S
 
 logger = logging.getLogger("vllm.kvferry.incoming")
+
+REPLAY_LAG_TOKENS = 8
+"""A request whose replay is so close to its output's end is ready for the commit."""
+COMPILING_POLL_S = 0.005
 
 
 class Refused(Exception):
@@ -65,6 +69,12 @@ class Incoming:
         return f"<Incoming {self.resume_id} tokens={len(self.tokens)} committed={self.committed}>"
 
     @property
+    def is_ready(self) -> bool:
+        """Whether the gateway has opened the request here, and what is known of its output is nearly replayed."""
+        session = self.session
+        return session is not None and session.replay_lag(len(self.tokens)) <= REPLAY_LAG_TOKENS
+
+    @property
     def is_replayed(self) -> bool:
         """Whether the tokens are complete and have all been through the front end."""
         return self.committed and self.replayed == len(self.tokens)
@@ -105,7 +115,7 @@ class Incoming:
         if session.final_only and not self.committed:
             return  # Its log probabilities come with the commit.
         logprobs = self.logprobs[self.replayed :] if self.logprobs is not None else None
-        self._stop_string = compat.replay(session.state, self.tokens[self.replayed :], logprobs)
+        self._stop_string = session.replay(self.tokens[self.replayed :], logprobs)
         self.replayed = len(self.tokens)
 
     async def commit(self) -> bool:
@@ -134,7 +144,8 @@ class Incoming:
             compat.set_cached_tokens(session.state, self.cached_tokens)
         session.check()
         # Nothing new may be produced before the consumer has taken the replay: vLLM would merge the two.
-        if not await _first_of(session.drained, session.closed, COMMIT_TIMEOUT_S):
+        timeout_s = COMMIT_TIMEOUT_S + REPLAY_TOKEN_S * session.replay_lag(len(self.tokens))
+        if not await _first_of(session.drained, session.closed, timeout_s):
             raise Refused("the destination did not get through the replay")
         ending = await self._start(session)
         if session.open_reply is not None:
@@ -147,11 +158,24 @@ class Incoming:
         if self._stop_string is not None:  # As in vLLM, it comes before max_tokens.
             await self._engine("cancel", resume_id=self.resume_id)
             return "stop", self._stop_string
-        answer = await self._engine("commit", resume_id=self.resume_id, output_token_ids=self.tokens)
+        answer = await self._commit_to_engine()
         if not answer["accepted"]:
             raise Refused(answer["reason"])
         reason = answer["finish"]
         return (str(reason[0]), reason[1]) if reason is not None else None
+
+    async def _commit_to_engine(self) -> dict[str, Any]:
+        """Without the tokens, which came with the stages; else, with them for a gateway's resume."""
+        deadline = time.monotonic() + COMMIT_TIMEOUT_S
+        payload: dict[str, Any] = {"resume_id": self.resume_id, "output_tokens": len(self.tokens)}
+        while True:
+            answer: dict[str, Any] = await self._engine("commit", **payload)
+            if answer.get("lacks_tokens") and "output_token_ids" not in payload:
+                payload["output_token_ids"] = self.tokens
+            elif answer.get("compiling") and time.monotonic() < deadline:
+                await asyncio.sleep(COMPILING_POLL_S)
+            else:
+                return answer
 
     async def close(self, reason: str) -> None:
         """Give up: free what the engine holds, and tell the gateway if it waits."""

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ import aiohttp
 
 from gateway import wire
 from gateway.policy.usage import RequestUsage, freeness_steps, virtual_usage_blocks
-from vllm_plugin import __version__, compat
+from vllm_plugin import __version__, compat, metrics
 from vllm_plugin.incoming import Incoming, Refused
 from vllm_plugin.outgoing import Destination, Migration, Peer
 from vllm_plugin.session import Session
@@ -40,6 +40,7 @@ from vllm_plugin.transfer import AgentClient, TransferError
 logger = logging.getLogger("vllm.kvferry.llumlet")
 
 ABORTED_KEPT = 256
+REPLAY_POLL_S = 0.002
 
 
 class NoSuchRequest(Exception):
@@ -66,7 +67,7 @@ class Llumlet:
         engine_client: Any,
         description: dict[str, Any],
         data: Data,
-        chat_obstacle: str | None,
+        parses_chats: bool,
     ) -> None:
         self.settings = settings
         self.instance_id = instance_id
@@ -76,8 +77,7 @@ class Llumlet:
         self._engine_client = engine_client
         self._description = description
         self._data = data
-        self._chat_obstacle = chat_obstacle
-        """Why chats on this server cannot move, if none can."""
+        self._parses_chats = parses_chats
         self._sessions: dict[str, Session] = {}
         self._incoming: dict[str, Incoming] = {}
         self._outgoing: dict[str, Migration] = {}
@@ -88,6 +88,10 @@ class Llumlet:
         """A destination that has just refused, or failed, is not asked again at once."""
         self._report: wire.Report | None = None
         self._reported = asyncio.Condition()
+        self._staying: Counter[str] = Counter()
+        """Of the engine's counts of requests that cannot move, those that are on the metrics page."""
+        self._readers = 0
+        """Gateways that read the reports now."""
         self._sequence = 0
         self._ended = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -127,8 +131,7 @@ class Llumlet:
                 raise Refused("nothing is known under this resume id")
             if incoming.request_id != request_id:
                 raise Refused("this resume id belongs to another request")
-        obstacle = self._chat_obstacle if is_chat else None
-        session = Session(request_id, incoming, self._engine_client, obstacle)
+        session = Session(request_id, incoming, self._engine_client, is_parsed=is_chat and self._parses_chats)
         self._sessions[request_id] = session
         return session
 
@@ -160,6 +163,20 @@ class Llumlet:
         if (incoming := self._incoming.get(resume_id)) is not None:
             await self._give_up(incoming, "the gateway gave it up")
 
+    async def empty(self) -> None:
+        """Take nothing new, and wait for a gateway to move what is here: it sees in the reports that this one drains.
+
+        Ends when nothing is left, when nobody reads the reports, or after the time that the settings give.
+        """
+        self.draining = True
+        logger.info("draining before the end: %d requests are here", len(self._sessions))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.drain_timeout_s):
+                while self._sessions and self._readers > 0 and not self._ended:
+                    async with self._reported:
+                        await self._reported.wait()
+        logger.info("drained: %d requests are still here", len(self._sessions))
+
     # The handshake, as the destination.
 
     async def reserve(self, migration_id: str, body: Reserve) -> dict[str, Any]:
@@ -180,7 +197,8 @@ class Llumlet:
             answer = await self.engine(
                 "reserve",
                 resume_id=migration_id,
-                token_ids=body.prompt_token_ids + body.output_token_ids,
+                prompt_token_ids=body.prompt_token_ids,
+                output_token_ids=body.output_token_ids,
                 cache_salt=body.cache_salt,
                 blocks=body.blocks,
                 copy=incoming.copy,
@@ -202,10 +220,13 @@ class Llumlet:
     async def stage(self, migration_id: str, body: Stage) -> dict[str, Any]:
         incoming = self._known(migration_id)
         fetched = await self._fetch(incoming, body, STAGE_TIMEOUT_S)
-        if body.wait_s > 0:
+        deadline = time.monotonic() + min(body.wait_s, PREBIND_WAIT_S)
+        while not incoming.is_ready and (left_s := deadline - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(incoming.bound.wait(), min(body.wait_s, PREBIND_WAIT_S))
-        return {"bytes": fetched, "bound": incoming.session is not None}
+                await asyncio.wait_for(incoming.bound.wait(), left_s)
+            if not incoming.is_ready:
+                await asyncio.sleep(REPLAY_POLL_S)
+        return {"bytes": fetched, "bound": incoming.is_ready}
 
     async def commit(self, migration_id: str, body: Commit) -> dict[str, Any]:
         incoming = self._known(migration_id)
@@ -337,9 +358,11 @@ class Llumlet:
 
     async def _run(self, migration: Migration) -> wire.MigrationResult:
         try:
-            return await migration.run()
+            result = await migration.run()
         finally:
             del self._outgoing[migration.request_id]
+        metrics.migrated(result.outcome)
+        return result
 
     def _peer(self, destination: Destination, migration_id: str) -> Peer:
         assert self._http is not None
@@ -374,11 +397,15 @@ class Llumlet:
             self._pairing_rests_until = time.monotonic() + SETTLE_S
 
     def _choose(self, requests: list[dict[str, Any]]) -> str | None:
-        """Lowest execution priority first, then the shortest sequence; ties by id (paper, section 4.4.3)."""
+        """Lowest execution priority first, then the shortest sequence; ties by id (paper, section 4.4.3).
+
+        Of running requests; queued ones leave as well where the instance drains.
+        """
         candidates = [
             (request["prompt_tokens"] + request["output_tokens"], request["request_id"])
             for request in requests
             if request["reason"] is None
+            and (request["state"] == "running" or self.draining)
             and request["settled_s"] > SETTLE_S
             and request["request_id"] not in self._outgoing
             and (session := self._sessions.get(request["request_id"])) is not None
@@ -413,14 +440,18 @@ class Llumlet:
     async def reports(self) -> AsyncIterator[wire.Report]:
         """Every report from now on, the newest at once; ends with the engine, or it would hold up the server's end."""
         seen = -1
-        while True:
-            async with self._reported:
-                while not self._ended and ((report := self._report) is None or report.sequence == seen):
-                    await self._reported.wait()
-                if self._ended or report is None:
-                    return
-            seen = report.sequence
-            yield report
+        self._readers += 1
+        try:
+            while True:
+                async with self._reported:
+                    while not self._ended and ((report := self._report) is None or report.sequence == seen):
+                        await self._reported.wait()
+                    if self._ended or report is None:
+                        return
+                seen = report.sequence
+                yield report
+        finally:
+            self._readers -= 1
 
     async def _tick_forever(self) -> None:
         try:
@@ -456,6 +487,9 @@ class Llumlet:
 
     async def _make_report(self) -> wire.Report:
         counts = await self.engine("report")
+        for reason, total in counts["staying"].items():
+            metrics.stays(reason, total - self._staying[reason])
+            self._staying[reason] = total
         running, waiting = counts["running"], counts["waiting"]
         block_size = self._description["block_size"]
         usage = virtual_usage_blocks(
@@ -556,7 +590,8 @@ class Commit(Stage):
 
     output_tokens: int
     logprobs: list[Any] | None
-    cached_tokens: int
+    cached_tokens: int | None
+    """The client's prefix hit at the source; ``None`` if it was never scheduled there, so that this one's counts."""
 
 
 @dataclass(frozen=True, slots=True)

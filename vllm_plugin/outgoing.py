@@ -20,7 +20,14 @@ from gateway import wire
 from vllm_plugin import compat
 from vllm_plugin.incoming import Engine, Refused
 from vllm_plugin.session import Session
-from vllm_plugin.settings import BIND_WAIT_S, COMMIT_TIMEOUT_S, PREBIND_WAIT_S, STAGE_TIMEOUT_S, STAGES_MAX
+from vllm_plugin.settings import (
+    BIND_WAIT_S,
+    COMMIT_TIMEOUT_S,
+    PREBIND_WAIT_S,
+    REPLAY_TOKEN_S,
+    STAGE_TIMEOUT_S,
+    STAGES_MAX,
+)
 from vllm_plugin.transfer import AgentClient, TransferError
 
 logger = logging.getLogger("vllm.kvferry.migration")
@@ -185,7 +192,7 @@ class Migration:
 
     async def _copy_stages(self) -> None:
         """Send what is finished, then what was finished meanwhile, until next to nothing is left (paper, Fig. 7)."""
-        prebind_deadline = time.monotonic() + PREBIND_WAIT_S
+        prebind_deadline = time.monotonic() + PREBIND_WAIT_S + REPLAY_TOKEN_S * self._sent.tokens
         for _ in range(STAGES_MAX):
             progress = await self._engine(
                 "export", request_id=self.request_id, blocks_from=self._sent.blocks, tokens_from=self._sent.tokens
@@ -231,7 +238,7 @@ class Migration:
             body |= {
                 "output_tokens": total,
                 "logprobs": await self._logprobs(total),
-                "cached_tokens": compat.cached_tokens(self.session.state),
+                "cached_tokens": await self._cached_tokens(total, progress["cached_tokens"]),
             }
         if blocks:
             await asyncio.gather(
@@ -250,19 +257,28 @@ class Migration:
 
     async def _logprobs(self, count: int) -> list[Any] | None:
         """The tokens' log probabilities, which a JSON reply at the destination needs; a stream has had them."""
-        session = self.session
-        if not session.final_only:
+        if not self.session.final_only:
             return None
+        await self._front_end_has(count)
+        return compat.export_logprobs(self.session.state, count)
+
+    async def _cached_tokens(self, count: int, in_engine: int | None) -> int | None:
+        """The client's prefix hit: the engine knows it until the first token, the front end from then on."""
+        if count == 0:
+            return in_engine
+        await self._front_end_has(1)
+        return compat.cached_tokens(self.session.state)
+
+    async def _front_end_has(self, output_tokens: int) -> None:
         deadline = time.monotonic() + 1.0
-        while compat.front_end_tokens(session.state) < count:
+        while compat.front_end_tokens(self.session.state) < output_tokens:
             if time.monotonic() > deadline:
                 raise Refused("the front end has not caught up with the engine")
             await asyncio.sleep(0)
-        return compat.export_logprobs(session.state, count)
 
     def _check(self, progress: dict[str, Any], *, frozen: bool = False) -> None:
         """The paper's check after each stage: has the request finished, or lost its blocks?"""
-        if progress["state"] != ("migrating" if frozen else "running"):
+        if progress["state"] not in (("migrating",) if frozen else ("running", "waiting")):
             raise Refused(progress["reason"] or f"the request is {progress['state']}")
         if self._sent.stages and progress["preemptions"] != self._preemptions:
             raise Refused("the request was preempted")

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from gateway.wire import Moved, StreamComment
-from vllm_plugin import compat
+from vllm_plugin import compat, metrics
 
 if TYPE_CHECKING:
     from vllm_plugin.incoming import Incoming
@@ -29,11 +29,12 @@ class Session:
     """State of one managed request. ``moved`` and ``failed`` end the reply early, ``live`` opens a resumed one."""
 
     def __init__(
-        self, request_id: str, incoming: Incoming | None, engine_client: Any, obstacle: str | None = None
+        self, request_id: str, incoming: Incoming | None, engine_client: Any, *, is_parsed: bool = False
     ) -> None:
+        """``is_parsed``: a stream of this kind goes through a parser here, so a replay has to come token by token."""
         self.request_id = request_id
         self.incoming = incoming
-        self._obstacle = obstacle
+        self._is_parsed = is_parsed
         self.reason: str | None = "it has not started"
         """Why the request cannot move, ``None`` if it can."""
         self.state: Any = None
@@ -58,6 +59,8 @@ class Session:
         self._seen_tokens = 0
         self._consumer_waits = False
         self._leaving: Moved | None = None
+        self._replayed: asyncio.Queue[Any] = asyncio.Queue()
+        """Outputs that this session gives to the consumer itself; ``None`` ends them. Bounded by max_tokens."""
 
     def __repr__(self) -> str:
         return f"<Session {self.request_id} live={self.live} tokens={self._seen_tokens} moved={self.moved}>"
@@ -71,6 +74,19 @@ class Session:
     def finish_reply(self, reason: str, stop_reason: int | str | None) -> None:
         """The tokens that arrived were all: end the reply as if the last of them had just been made here."""
         compat.finish_reply(self._engine_client, self.state, reason, stop_reason)
+
+    def replay(self, token_ids: list[int], logprobs: list[Any] | None) -> str | None:
+        """Take output tokens of before the move through the front end; the stop string that they end in, if they do."""
+        if not self._is_parsed or self.final_only:
+            return compat.replay(self.state, token_ids, logprobs)
+        outputs, stop_string = compat.replay_singly(self.state, token_ids, logprobs)
+        for output in outputs:
+            self._replayed.put_nowait(output)
+        return stop_string
+
+    def replay_lag(self, output_tokens: int) -> int:
+        """How many of so many replayed tokens the consumer has not taken yet."""
+        return 0 if self.final_only else output_tokens - self._seen_tokens
 
     @property
     def is_leaving(self) -> bool:
@@ -104,6 +120,7 @@ class Session:
     ) -> AsyncGenerator[Any, None]:
         if self._generations > 1:
             self.reason = "several prompts or beams"
+            metrics.stays(self.reason)
             self._refuse_to_resume()
             async for output in original(prompt, sampling_params, external_id, **options):
                 yield output
@@ -120,11 +137,13 @@ class Session:
             while True:
                 self._consumer_waits = True
                 self.check()
-                try:
-                    output = await first if first is not None else await anext(stream)
-                except StopAsyncIteration:
-                    return
-                first = None
+                output = await self._next_replayed()
+                if output is None:
+                    try:
+                        output = await first if first is not None else await anext(stream)
+                    except StopAsyncIteration:
+                        return
+                    first = None
                 self._consumer_waits = False
                 self._seen_tokens += len(output.outputs[0].token_ids)
                 self.finished = self.finished or output.finished
@@ -134,6 +153,13 @@ class Session:
                 starting.cancel()
                 await asyncio.wait([starting])
             await stream.aclose()
+
+    async def _next_replayed(self) -> Any:
+        """The next output of before the move, where the session gives those itself; ``None``: read vLLM's own."""
+        if self.live or not self._is_parsed or self.final_only:
+            return None
+        await asyncio.sleep(0)  # A long replay must not hold up the streams beside it.
+        return await self._replayed.get()
 
     def _mark(self, sampling_params: Any) -> None:
         extra = dict(sampling_params.extra_args or {})
@@ -158,7 +184,9 @@ class Session:
             await asyncio.sleep(0)
         else:
             return  # It was refused: whoever awaits ``first`` gets the reason.
-        self.reason = self._obstacle or compat.why_cannot_move(self._engine_client, sampling_params, options)
+        self.reason = compat.why_cannot_move(self._engine_client, sampling_params, options)
+        if self.reason is not None:
+            metrics.stays(self.reason)
         if self.incoming is not None:
             self._refuse_to_resume()
             self.incoming.attach(self)
@@ -174,6 +202,7 @@ class Session:
         if not self.live and incoming is not None and incoming.is_replayed and self._has_sent(len(incoming.tokens)):
             self.live = True
             self.drained.set()
+            self._replayed.put_nowait(None)
         leaving = self._leaving
         if leaving is not None and self.moved is None and not self.finished and self._has_sent(leaving.output_tokens):
             self.moved = leaving

@@ -22,11 +22,15 @@ COMMIT_TIMEOUT_S = 4.0
 """Less than FREEZE_LIMIT_S: a commit is never answered after its source has gone on by itself."""
 PREBIND_WAIT_S = 3.0
 """How long a source goes on decoding for the gateway to open the request at the destination."""
+REPLAY_TOKEN_S = 0.002
+"""What a replayed token may add to waits; usual are 0.4 ms where each is parsed, and far less elsewhere."""
 BIND_WAIT_S = 0.25
 """One stage's answer waits so long for it."""
 MIGRATIONS_IN_MAX = 4
 MIGRATIONS_OUT_MAX = 4
 STAGES_MAX = 64
+DRAIN_TIMEOUT_S = 30.0
+DRAIN_TIMEOUT_MAX_S = 3600.0
 RESUMES_MAX = 4096
 SETTLE_S = 1.0
 """A request that has just arrived is not picked to move on by a pairing before this."""
@@ -42,6 +46,8 @@ class Settings:
     instance_id: str | None
     advertise_host: str
     """Address under which peers reach this instance's KV agents."""
+    drain_timeout_s: float = DRAIN_TIMEOUT_S
+    """How long a server that is told to end waits for its requests to be moved away."""
 
 
 def settings_from_environment(environment: Mapping[str, str] = os.environ) -> Settings:
@@ -55,4 +61,17 @@ def settings_from_environment(environment: Mapping[str, str] = os.environ) -> Se
     instance_id = environment.get("KVFERRY_INSTANCE_ID") or None
     if instance_id is not None and not is_identifier(instance_id):
         raise SettingsError("KVFERRY_INSTANCE_ID may hold letters, digits and . _ : - only, 128 characters at most.")
-    return Settings(secret, instance_id, environment.get("KVFERRY_ADVERTISE_HOST", "127.0.0.1"))
+    advertise_host = environment.get("KVFERRY_ADVERTISE_HOST", "127.0.0.1")
+    return Settings(secret, instance_id, advertise_host, _drain_timeout(environment.get("KVFERRY_DRAIN_TIMEOUT_S")))
+
+
+def _drain_timeout(value: str | None) -> float:
+    if not value:
+        return DRAIN_TIMEOUT_S
+    try:
+        timeout_s = float(value)
+    except ValueError:
+        timeout_s = -1.0
+    if not 0 <= timeout_s <= DRAIN_TIMEOUT_MAX_S:
+        raise SettingsError(f"KVFERRY_DRAIN_TIMEOUT_S must be a number of seconds from 0 to {DRAIN_TIMEOUT_MAX_S:.0f}.")
+    return timeout_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,23 @@ class Reply:
         return "".join(
             choice["text"] if "text" in choice else choice["delta"].get("content") or "" for choice in self.choices()
         )
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(choice.get("delta", {}).get("reasoning") or "" for choice in self.choices())
+
+    @property
+    def tool_calls(self) -> list[tuple[str, str]]:
+        """Name and arguments of each call, put together by index as a client does; ids are random, one a call."""
+        calls: dict[int, dict[str, str]] = {}
+        for choice in self.choices():
+            for part in choice.get("delta", {}).get("tool_calls") or []:
+                call = calls.setdefault(part["index"], {"name": "", "arguments": "", "ids": ""})
+                call["name"] += part["function"].get("name") or ""
+                call["arguments"] += part["function"].get("arguments") or ""
+                call["ids"] += "x" if part.get("id") else ""
+        assert [call["ids"] for call in calls.values()] == ["x"] * len(calls), "one id a call"
+        return [(call["name"], call["arguments"]) for call in calls.values()]
 
     @property
     def finish(self) -> list[tuple[str, Any]]:
@@ -110,6 +127,43 @@ class Client:
             assert (reply.tokens, reply.text) == (expected.tokens, expected.text)
         raise AssertionError(f"{ATTEMPTS_MAX} streams, and none moved in time: {reply.outcomes()}")
 
+    async def moved_after_events(self, path: str, expected: Reply, events: int, **body: Any) -> Reply:
+        """As ``moved``, for streams that show no token ids."""
+        for _ in range(ATTEMPTS_MAX):
+            reply = await self.run(path, (events,), count=lambda reply: len(reply.events), **body)
+            if reply.committed():
+                return reply
+            assert reply.text == expected.text
+        raise AssertionError(f"{ATTEMPTS_MAX} streams, and none moved in time: {reply.outcomes()}")
+
+    async def whole(self, path: str, **body: Any) -> dict[str, Any]:
+        """A reply in one piece."""
+        request = {"model": self.stack.model, **body}
+        response = await self.http.post(self.url + path, json=request, headers=self.headers())
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    async def whole_moved(self, path: str, output_tokens: int = 40, **body: Any) -> dict[str, Any]:
+        """The same, of a request that moved once it had so many output tokens. It must be the only one under way."""
+        for _ in range(ATTEMPTS_MAX):
+            running = asyncio.create_task(self.whole(path, **body))
+            request_id = await self._running_request(running, output_tokens)
+            move = await self.move(request_id) if request_id is not None else None
+            answer = await running
+            if move is not None and move.get("outcome") == "committed":
+                return answer
+        raise AssertionError(f"{ATTEMPTS_MAX} replies, and none moved in time: {move}")
+
+    async def _running_request(self, running: asyncio.Task[Any], output_tokens: int) -> str | None:
+        while not running.done():
+            for instance in self.stack.instances:
+                for request in (await self.status(instance.id))["requests"]:
+                    if request["output_tokens"] >= output_tokens:
+                        return str(request["request_id"])
+            await asyncio.sleep(0.01)
+        return None
+
     @contextlib.asynccontextmanager
     async def stream(self, path: str, start_on: str | None = None, **body: Any) -> AsyncIterator[httpx.Response]:
         """A stream whose head is here; it runs on ``start_on`` if that is given."""
@@ -122,7 +176,14 @@ class Client:
             assert response.status_code == 200, await response.aread()
             yield response
 
-    async def run(self, path: str, move_at: Sequence[int] = (), start_on: str | None = None, **body: Any) -> Reply:
+    async def run(
+        self,
+        path: str,
+        move_at: Sequence[int] = (),
+        start_on: str | None = None,
+        count: Callable[[Reply], int] = lambda reply: len(reply.tokens),
+        **body: Any,
+    ) -> Reply:
         """A whole stream. Moves alternate between the two instances, beginning away from where it runs."""
         reply = Reply()
         ordered = list(move_at)
@@ -133,7 +194,7 @@ class Client:
                 if moving is not None and moving.done():
                     reply.moves.append(moving.result())
                     moving = None
-                if ordered and moving is None and len(reply.tokens) >= ordered[0]:
+                if ordered and moving is None and count(reply) >= ordered[0]:
                     ordered.pop(0)
                     moving = asyncio.create_task(self.move(reply.request_id))
         if moving is not None:
@@ -167,6 +228,10 @@ class Client:
             yield
         finally:
             await self._drain(others, draining=False)
+
+    async def undrain(self, instance_id: str) -> None:
+        """Inside ``only``: the instance is a destination again."""
+        await self._drain([instance_id], draining=False)
 
     async def _drain(self, instance_ids: Sequence[str], *, draining: bool) -> None:
         for instance_id in instance_ids:

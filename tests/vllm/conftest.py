@@ -20,11 +20,20 @@ def corruption_flag(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("corrupt") / "on"
 
 
+SERVER_ARGUMENTS = [
+    *("--worker-extension-cls", "tests.vllm.corrupting.CorruptingExtension"),
+    # Chats go through parsers; the reasoning parser does nothing unless a chat asks for `thinking`.
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_v3"),
+    # Little of everything, so that requests queue, are computed in pieces, and are preempted.
+    *("--max-num-seqs", "8", "--max-num-batched-tokens", "512", "--num-gpu-blocks-override", "641"),
+]
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def stack(corruption_flag: Path) -> AsyncIterator[Stack]:
     async with Stack(
         instances=2,
-        vllm_arguments=["--worker-extension-cls", "tests.vllm.corrupting.CorruptingExtension"],
+        vllm_arguments=SERVER_ARGUMENTS,
         vllm_environment={CORRUPT_VARIABLE: str(corruption_flag), "PYTHONPATH": str(ROOT)},
     ) as stack:
         yield stack

@@ -162,35 +162,12 @@ async def test_fields_that_the_client_did_not_ask_for_do_not_appear(client: Clie
     ids=["chat", "completion"],
 )
 async def test_a_reply_that_is_not_streamed_moves_too(client: Client, path: str, body: dict[str, Any]) -> None:
-    request = {"model": client.stack.model, "ignore_eos": True, "max_tokens": 800, **body}
-
-    async def post() -> dict[str, Any]:
-        response = await client.http.post(client.url + path, json=request, headers=client.headers())
-        assert response.status_code == 200, response.text
-        answer: dict[str, Any] = response.json()
-        return answer
-
-    alone = await post()
-    running = asyncio.create_task(post())
-    request_id = await running_request(client, running, output_tokens=40)
-    move = await client.move(request_id)
-    moved = await running
-    assert move["outcome"] == "committed", move
+    body = {"ignore_eos": True, "max_tokens": 800, **body}
+    alone = await client.whole(path, **body)
+    moved = await client.whole_moved(path, **body)
     assert moved["choices"] == alone["choices"]
     assert moved["usage"] == alone["usage"]
     assert moved.keys() == alone.keys()
-
-
-async def running_request(client: Client, running: Any, output_tokens: int) -> str:
-    """The id of the only request, once it has that many output tokens."""
-    async with asyncio.timeout(30):
-        while not running.done():
-            for instance in client.stack.instances:
-                for request in (await client.status(instance.id))["requests"]:
-                    if request["output_tokens"] >= output_tokens:
-                        return str(request["request_id"])
-            await asyncio.sleep(0.01)
-    raise AssertionError("the request ended before it could be moved")
 
 
 async def test_several_requests_move_at_once_and_stay_equal(client: Client) -> None:

@@ -44,6 +44,11 @@ class FakePort:
         self.hits = 0
         self.pinned: list[int] = []
         self.queued: list[tuple[Any, list[int]]] = []
+        self.begun: list[bool] = []
+        self.queue: list[Any] = []
+        self.compiling = False
+        self.rejects = -1
+        self.rejection: Exception = ValueError()
 
     @property
     def blocks_free(self) -> int:
@@ -62,10 +67,10 @@ class FakePort:
         return request in self.live
 
     def stop_scheduling(self, request: Any) -> None:
-        self.batch.remove(request)
+        (self.queue if request in self.queue else self.batch).remove(request)
 
     def resume_scheduling(self, request: Any) -> None:
-        self.batch.append(request)
+        (self.batch if request.computed else self.queue).append(request)
 
     def finish(self, request: Any) -> None:
         self.live.remove(request)
@@ -73,12 +78,24 @@ class FakePort:
     def park(self, request: Any) -> None:
         self.live.append(request)
 
-    def ending(self, request: Any, output_token_ids: list[int]) -> tuple[str, None] | None:
-        request.output_token_ids = output_token_ids
-        return ("length", None) if len(output_token_ids) >= 9 else None
+    def is_queued(self, request: Any) -> bool:
+        return request in self.queue
 
-    def admit(self, request: Any) -> None:
+    def grammar_is_compiling(self, request: Any) -> bool:
+        return self.compiling
+
+    def take_output(self, request: Any, token_ids: list[int]) -> None:
+        if self.rejects in token_ids:
+            raise self.rejection
+        request.output_token_ids = [*request.output_token_ids, *token_ids]
+        request.num_output_tokens = len(request.output_token_ids)
+
+    def ending(self, request: Any) -> tuple[str, None] | None:
+        return ("length", None) if len(request.output_token_ids) >= 9 else None
+
+    def admit(self, request: Any, *, begun: bool) -> None:
         self.queued.append((request, request.output_token_ids))
+        self.begun.append(begun)
 
     def new_blocks(self, count: int) -> list[Block]:
         return [self.free.pop() for _ in range(count)]
@@ -139,22 +156,35 @@ class Bench:
             has_encoder_inputs=False,
             use_structured_output=False,
             resumable=False,
+            prefill_stats=None,
             computed=10,
             blocks=[Block(block_id=index) for index in (50, 51, 52)],
             is_finished=lambda: False,
         )
+        if resume_id is not None:
+            request.status = self._compat.RequestStatus.WAITING
+            request.output_token_ids, request.num_output_tokens = [], 0
         parked = self.agent.receive(request)
         if not parked:
             self.port.live.append(request)
             self.port.batch.append(request)
         return request
 
+    def queue(self, request: Any) -> None:
+        """As if the request had not been scheduled yet, or had been preempted."""
+        request.status = self._compat.RequestStatus.WAITING
+        self.port.batch.remove(request)
+        self.port.queue.append(request)
+        request.computed, request.blocks = 0, []
+
     def do(self, operation: str, **payload: Any) -> Any:
         answer = self.agent.handle(operation, payload)
         return answer.result(0) if isinstance(answer, Future) and answer.done() else answer
 
     def reserve(self, blocks: int = 3, resume_id: str = "m") -> Any:
-        return self.do("reserve", resume_id=resume_id, token_ids=[1] * 12, cache_salt=None, blocks=blocks, copy=True)
+        prompt, output = [1] * 11, [2]
+        tokens: dict[str, Any] = {"prompt_token_ids": prompt, "output_token_ids": output, "cache_salt": None}
+        return self.do("reserve", resume_id=resume_id, **tokens, blocks=blocks, copy=True)
 
 
 @pytest.fixture
@@ -257,8 +287,9 @@ def test_a_parked_request_is_queued_by_the_commit_and_releases_its_blocks_when_s
     request = bench.request(resume_id="m")
     assert bench.port.batch == []
     assert bench.port.queued == []
-    assert bench.do("commit", resume_id="m", output_token_ids=[7, 8])["accepted"]
-    assert bench.port.queued == [(request, [7, 8])]
+    assert bench.do("extend", resume_id="m", blocks=3, output_token_ids=[8])["accepted"]
+    assert bench.do("commit", resume_id="m", output_tokens=2)["accepted"]
+    assert bench.port.queued == [(request, [2, 8])]
     assert bench.port.blocks_free == BLOCKS - 3  # The tail's block is free for the scheduler to take.
     bench.agent.after_schedule(SimpleNamespace(num_scheduled_tokens={request.request_id: 3}))
     assert bench.port.blocks_free == BLOCKS
@@ -270,17 +301,89 @@ def test_a_parked_request_is_queued_by_the_commit_and_releases_its_blocks_when_s
 def test_tokens_that_are_complete_are_not_run(bench: Bench) -> None:
     bench.reserve()
     request = bench.request(resume_id="m")
-    assert bench.do("commit", resume_id="m", output_token_ids=[7] * 9) == {"accepted": True, "finish": ("length", None)}
+    assert bench.do("extend", resume_id="m", blocks=3, output_token_ids=[7] * 8)["accepted"]
+    assert bench.do("commit", resume_id="m", output_tokens=9) == {"accepted": True, "finish": ("length", None)}
     assert bench.port.queued == []
     assert bench.port.live == []
+    bench.do("written", resume_id="m")
     assert bench.port.blocks_free == BLOCKS
-    assert request.output_token_ids == [7] * 9
+    assert request.output_token_ids == [2, *[7] * 8]
 
 
 def test_a_commit_without_a_parked_request_is_refused(bench: Bench) -> None:
     bench.reserve()
-    assert not bench.do("commit", resume_id="m", output_token_ids=[7])["accepted"]
-    assert not bench.do("commit", resume_id="other", output_token_ids=[7])["accepted"]
+    assert not bench.do("commit", resume_id="m", output_tokens=1)["accepted"]
+    assert not bench.do("commit", resume_id="other", output_tokens=1)["accepted"]
+
+
+def test_a_commit_that_lacks_tokens_asks_for_all_of_them(bench: Bench) -> None:
+    """A gateway's resume comes without stages."""
+    request = bench.request(resume_id="unknown")
+    answer = bench.do("commit", resume_id="unknown", output_tokens=2)
+    assert (answer["accepted"], answer["lacks_tokens"]) == (False, True)
+    assert bench.port.queued == []
+    assert bench.do("commit", resume_id="unknown", output_tokens=2, output_token_ids=[7, 8])["accepted"]
+    assert bench.port.queued == [(request, [7, 8])]
+
+
+def test_blocks_cannot_come_for_a_resume_that_has_only_tokens(bench: Bench) -> None:
+    bench.request(resume_id="unknown")
+    assert not bench.do("extend", resume_id="unknown", blocks=1, output_token_ids=[7])["accepted"]
+    assert not bench.do("received", resume_id="unknown", blocks=1)["accepted"]
+
+
+def test_a_request_of_which_nothing_was_computed_keeps_its_own_prefix_hit(bench: Bench) -> None:
+    bench.request(resume_id="unknown")
+    assert bench.do("commit", resume_id="unknown", output_tokens=0)["accepted"]
+    assert bench.port.begun == [False]
+
+
+def test_a_commit_waits_for_the_grammar_and_then_brings_it_all_tokens(bench: Bench) -> None:
+    bench.reserve()
+    bench.port.compiling = True
+    request = bench.request(resume_id="m")
+    answer = bench.do("commit", resume_id="m", output_tokens=1)
+    assert (answer["accepted"], answer["compiling"]) == (False, True)
+    assert request.output_token_ids == []
+    bench.port.compiling = False
+    assert bench.do("commit", resume_id="m", output_tokens=1)["accepted"]
+    assert bench.port.queued == [(request, [2])]
+
+
+def test_tokens_that_the_grammar_does_not_take_are_refused_for_good(bench: Bench, engine: ModuleType) -> None:
+    bench.reserve()
+    bench.port.rejects, bench.port.rejection = 9, engine.compat.GrammarRejected("no such branch")
+    bench.request(resume_id="m")
+    assert bench.do("extend", resume_id="m", blocks=3, output_token_ids=[9])["reason"] == "no such branch"
+    bench.port.rejects = -1
+    assert bench.do("commit", resume_id="m", output_tokens=2)["reason"] == "no such branch"
+    assert bench.port.queued == []
+
+
+def test_a_queued_request_can_be_frozen_and_goes_back_to_the_queue(bench: Bench) -> None:
+    request = bench.request()
+    bench.queue(request)
+    assert bench.do("export", request_id="r")["state"] == "waiting"
+    frozen = bench.do("freeze", **FREEZE)
+    assert (frozen["state"], frozen["block_ids"]) == ("migrating", [])
+    assert bench.port.queue == []
+    bench.do("unfreeze", request_id="r")
+    assert bench.port.queue == [request]
+
+
+def test_a_request_that_has_just_been_committed_here_is_not_frozen(bench: Bench) -> None:
+    bench.reserve()
+    request = bench.request(resume_id="m")
+    bench.do("commit", resume_id="m", output_tokens=1)
+    bench.port.queue.append(request)
+    assert bench.do("freeze", **FREEZE)["state"] == "busy"
+
+
+def test_a_destination_without_room_for_the_whole_sequence_refuses_also_where_nothing_is_copied(bench: Bench) -> None:
+    long: dict[str, Any] = {"prompt_token_ids": [1] * (BLOCKS * BLOCK_SIZE), "output_token_ids": [], "cache_salt": None}
+    answer = bench.do("reserve", resume_id="m", **long, blocks=0, copy=False)
+    assert not answer["accepted"]
+    assert bench.port.blocks_free == BLOCKS
 
 
 @pytest.mark.parametrize("committed", [False, True])
@@ -288,7 +391,7 @@ def test_an_aborted_parked_request_gives_its_blocks_back(bench: Bench, committed
     bench.reserve()
     request = bench.request(resume_id="m")
     if committed:
-        bench.do("commit", resume_id="m", output_token_ids=[7])
+        bench.do("commit", resume_id="m", output_tokens=1)
     bench.agent.after_finish([request])
     assert bench.port.blocks_free == BLOCKS
     assert bench.agent.reservations == {}
@@ -350,21 +453,22 @@ def test_exported_blocks_are_pinned_until_the_next_export_or_unpin(
 
 def test_unfreezing_does_not_overfill_the_batch(engine: ModuleType) -> None:
     """vLLM asserts that the batch is within its size in each step: one over, and the engine core dies."""
-    queue: list[str] = []
+    queue: list[Any] = []
+    frozen, other, admitted = (SimpleNamespace(status=engine.compat.RequestStatus.RUNNING, name=name) for name in "foa")
     scheduler = SimpleNamespace(
-        running=["frozen", "other"],
+        running=[frozen, other],
         max_num_running_reqs=2,
         _preempt_request=lambda request, timestamp: queue.insert(0, request),
     )
     port = engine.compat.EnginePort(scheduler)
-    port.stop_scheduling("frozen")
-    port.resume_scheduling("frozen")
-    assert scheduler.running == ["other", "frozen"]
-    port.stop_scheduling("frozen")
-    scheduler.running.append("admitted meanwhile")
-    port.resume_scheduling("frozen")
-    assert scheduler.running == ["other", "admitted meanwhile"]
-    assert queue == ["frozen"]
+    port.stop_scheduling(frozen)
+    port.resume_scheduling(frozen)
+    assert scheduler.running == [other, frozen]
+    port.stop_scheduling(frozen)
+    scheduler.running.append(admitted)
+    port.resume_scheduling(frozen)
+    assert scheduler.running == [other, admitted]
+    assert queue == [frozen]
 
 
 def test_unmanaged_requests_are_none_of_the_agents_business(bench: Bench) -> None:

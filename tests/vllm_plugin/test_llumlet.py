@@ -119,6 +119,7 @@ async def test_one_bad_round_does_not_end_the_reports(plugin: SimpleNamespace) -
                 "blocks_free": 8,
                 "blocks_reserved": 0,
                 "step_ms": 0.0,
+                "staying": {},
             }
 
     llumlet = build_llumlet(plugin, Failing())
