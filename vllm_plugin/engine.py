@@ -290,6 +290,7 @@ class EngineAgent:
             "prompt_token_ids": list(request.prompt_token_ids or ()) if tokens_from == blocks_from == 0 else [],
             "cache_salt": request.cache_salt,
             "cached_tokens": compat.prefix_hit_tokens(request),
+            "steps_to_next_block": self.port.block_size - request.num_tokens % self.port.block_size,
         }
 
     def freeze(self, request_id: str, preemptions: int, blocks_from: int, tokens_from: int) -> Any:
@@ -408,20 +409,19 @@ class EngineAgent:
                 self._drop(resume_id, reservation)
         return {}
 
-    def commit(self, resume_id: str, output_tokens: int, output_token_ids: list[int] | None = None) -> dict[str, Any]:
-        """Queue the parked request, first in line, to go on after its output tokens, ``output_tokens`` in number.
+    def commit(self, resume_id: str, tokens_from: int, output_token_ids: list[int]) -> dict[str, Any]:
+        """Queue the parked request, first in line, to go on after the output tokens that it has with these.
 
-        They are here already from the stages, or come as ``output_token_ids``, all of them; ``lacks_tokens`` in the
-        answer asks for that. ``compiling``: its grammar is not ready, ask again. ``finish``: the tokens are all that it
-        may have, there is nothing to run.
+        Those before number ``tokens_from`` came with the stages; ``lacks_tokens`` in the answer asks for all of them.
+        ``compiling``: its grammar is not ready, ask again. ``finish``: the tokens are all that it may have, there is
+        nothing to run.
         """
         reservation = self.reservations.get(resume_id)
         if reservation is None or reservation.parked is None or reservation.committed or reservation.doomed:
             return {"accepted": False, "reason": "the request is not waiting here"}
-        if output_token_ids is not None:
-            reservation.tokens[:] = output_token_ids
-        if len(reservation.tokens) != output_tokens:
+        if len(reservation.tokens) < tokens_from:
             return {"accepted": False, "lacks_tokens": True, "reason": "the output tokens are not complete"}
+        reservation.tokens[tokens_from:] = output_token_ids
         if self.port.grammar_is_compiling(reservation.parked):
             return {"accepted": False, "compiling": True, "reason": "the grammar is not ready"}
         if (refusal := self._feed(reservation)) is not None:

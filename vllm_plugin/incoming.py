@@ -49,6 +49,8 @@ class Incoming:
         self.blocks = 0
         """Leading blocks that are here."""
         self.tokens: list[int] = []
+        self.engine_tokens = 0
+        """Of these, how many the engine has been told with the stages."""
         self.replayed = 0
         self.logprobs: list[Any] | None = None
         self.cached_tokens: int | None = None
@@ -165,13 +167,18 @@ class Incoming:
         return (str(reason[0]), reason[1]) if reason is not None else None
 
     async def _commit_to_engine(self) -> dict[str, Any]:
-        """Without the tokens, which came with the stages; else, with them for a gateway's resume."""
+        """What the stages brought the engine is not sent again, unless its reservation has not outlived the wait."""
         deadline = time.monotonic() + COMMIT_TIMEOUT_S
-        payload: dict[str, Any] = {"resume_id": self.resume_id, "output_tokens": len(self.tokens)}
+        tokens_from = self.engine_tokens
         while True:
-            answer: dict[str, Any] = await self._engine("commit", **payload)
-            if answer.get("lacks_tokens") and "output_token_ids" not in payload:
-                payload["output_token_ids"] = self.tokens
+            answer: dict[str, Any] = await self._engine(
+                "commit",
+                resume_id=self.resume_id,
+                tokens_from=tokens_from,
+                output_token_ids=self.tokens[tokens_from:],
+            )
+            if answer.get("lacks_tokens") and tokens_from > 0:
+                tokens_from = 0
             elif answer.get("compiling") and time.monotonic() < deadline:
                 await asyncio.sleep(COMPILING_POLL_S)
             else:

@@ -210,6 +210,7 @@ class Llumlet:
             del self._incoming[migration_id]
             raise Refused(answer["reason"])
         incoming.blocks = answer["reused"]
+        incoming.engine_tokens = len(body.output_token_ids)
         incoming.extend(0, body.output_token_ids)
         return {"copy": incoming.copy, "reused": answer["reused"]}
 
@@ -263,31 +264,39 @@ class Llumlet:
         if body.blocks_from != incoming.blocks:
             raise Refused(f"expected blocks from number {incoming.blocks} on, not {body.blocks_from}")
         incoming.renew()
-        total = incoming.blocks + len(body.source_blocks)
         async with incoming.lock:
             if incoming.closed:
                 raise Refused("the migration was given up")
-            offset = len(incoming.tokens)
-            answer = await self.engine(
-                "extend", resume_id=incoming.resume_id, blocks=total, output_token_ids=body.output_token_ids
-            )
-            if not answer["accepted"]:
-                raise Refused(answer["reason"])
-            if body.tokens_from != offset:
-                raise Refused(f"expected output tokens from number {offset} on, not {body.tokens_from}")
+            if body.tokens_from != len(incoming.tokens):
+                raise Refused(f"expected output tokens from number {len(incoming.tokens)} on, not {body.tokens_from}")
             fetched = 0
-            if body.source_blocks:
-                if not incoming.copy:
-                    raise Refused("this migration copies no blocks")
-                fetched = await self._pull(incoming, body.source_blocks, answer["block_ids"], timeout_s)
-                answer = await self.engine("received", resume_id=incoming.resume_id, blocks=total)
-                if not answer["accepted"]:
-                    raise Refused(answer["reason"])
-            incoming.blocks = total
+            # The last tokens, where no block comes with them, reach the engine with the commit: it answers between two
+            # of its steps only, and the client waits.
+            if body.source_blocks or not isinstance(body, Commit):
+                fetched = await self._extend(incoming, body, timeout_s)
             if not isinstance(body, Commit) or body.logprobs is None:
-                incoming.extend(offset, body.output_token_ids)
+                incoming.extend(body.tokens_from, body.output_token_ids)
             else:
                 incoming.tokens.extend(body.output_token_ids)
+        return fetched
+
+    async def _extend(self, incoming: Incoming, body: Stage, timeout_s: float) -> int:
+        total = incoming.blocks + len(body.source_blocks)
+        answer = await self.engine(
+            "extend", resume_id=incoming.resume_id, blocks=total, output_token_ids=body.output_token_ids
+        )
+        if not answer["accepted"]:
+            raise Refused(answer["reason"])
+        incoming.engine_tokens = body.tokens_from + len(body.output_token_ids)
+        fetched = 0
+        if body.source_blocks:
+            if not incoming.copy:
+                raise Refused("this migration copies no blocks")
+            fetched = await self._pull(incoming, body.source_blocks, answer["block_ids"], timeout_s)
+            answer = await self.engine("received", resume_id=incoming.resume_id, blocks=total)
+            if not answer["accepted"]:
+                raise Refused(answer["reason"])
+        incoming.blocks = total
         return fetched
 
     async def _pull(self, incoming: Incoming, source: list[int], blocks: list[int], timeout_s: float) -> int:

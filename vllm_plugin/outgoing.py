@@ -22,7 +22,9 @@ from vllm_plugin.incoming import Engine, Refused
 from vllm_plugin.session import Session
 from vllm_plugin.settings import (
     BIND_WAIT_S,
+    BLOCK_MARGIN_STEPS,
     COMMIT_TIMEOUT_S,
+    FREEZE_LIMIT_S,
     PREBIND_WAIT_S,
     REPLAY_TOKEN_S,
     STAGE_TIMEOUT_S,
@@ -200,10 +202,13 @@ class Migration:
             self._check(progress)
             patience_s = prebind_deadline - time.monotonic() if self.session.send_comment is not None else 0.0
             sent_blocks = await self._send("stage", progress, STAGE_TIMEOUT_S, min(patience_s, BIND_WAIT_S))
-            if sent_blocks <= 1 and (self._sent.bound or patience_s <= 0):
+            # A block that is finished before the request stands still would have to be sent while the client waits.
+            is_amid_block = not self._copy or progress["steps_to_next_block"] >= BLOCK_MARGIN_STEPS
+            if sent_blocks <= 1 and is_amid_block and (self._sent.bound or patience_s <= 0):
                 return
 
     async def _final_stage(self) -> None:
+        asked = time.monotonic()
         frozen = await self._engine(
             "freeze",
             request_id=self.request_id,
@@ -214,11 +219,18 @@ class Migration:
         started = time.monotonic()
         self._check(frozen, frozen=True)
         await self._send("commit", frozen, COMMIT_TIMEOUT_S)
-        self._final_ms = (time.monotonic() - started) * 1000
+        acknowledged = time.monotonic()
+        self._final_ms = (acknowledged - started) * 1000
+        moved = wire.Moved(self.migration_id, self.destination.instance_id, self._sent.tokens)
+        if acknowledged - asked < FREEZE_LIMIT_S:
+            # It stands still here, whatever the engine answers: the client need not wait for that.
+            self.session.leave(moved)
+            await self._engine("detach", request_id=self.request_id)
+            return
         answer = await self._engine("detach", request_id=self.request_id)
         if not answer["detached"]:
             raise Refused("the request went on here, or ended, before the commit was acknowledged")
-        self.session.leave(wire.Moved(self.migration_id, self.destination.instance_id, self._sent.tokens))
+        self.session.leave(moved)
 
     async def _send(self, step: str, progress: dict[str, Any], timeout_s: float, wait_s: float = 0.0) -> int:
         """Tell the destination to fetch the new blocks; the number of blocks.

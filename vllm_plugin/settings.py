@@ -26,6 +26,8 @@ REPLAY_TOKEN_S = 0.002
 """What a replayed token may add to waits; usual are 0.4 ms where each is parsed, and far less elsewhere."""
 BIND_WAIT_S = 0.25
 """One stage's answer waits so long for it."""
+BLOCK_MARGIN_STEPS = 5
+"""A request is stopped at least so many steps before it fills a block: some are in flight, and one answer is late."""
 MIGRATIONS_IN_MAX = 4
 MIGRATIONS_OUT_MAX = 4
 STAGES_MAX = 64

@@ -136,6 +136,15 @@ class Client:
             assert reply.text == expected.text
         raise AssertionError(f"{ATTEMPTS_MAX} streams, and none moved in time: {reply.outcomes()}")
 
+    async def refused(self, path: str, move_at: int = 20, **body: Any) -> tuple[Reply, dict[str, Any]]:
+        """A stream that was ordered to move while it ran, and the answer to the order."""
+        for _ in range(ATTEMPTS_MAX):
+            reply = await self.run(path, (move_at,), **body)
+            (answer,) = reply.moves
+            if answer["status"] != 404:
+                return reply, answer
+        raise AssertionError(f"{ATTEMPTS_MAX} streams, and each was over before the order: {answer}")
+
     async def whole(self, path: str, **body: Any) -> dict[str, Any]:
         """A reply in one piece."""
         request = {"model": self.stack.model, **body}
@@ -205,6 +214,8 @@ class Client:
         """Order a move, to where the request is not if ``destination`` is not given; the gateway's answer."""
         if destination is None:
             source = await self.instance_of(request_id)
+            if source is None:
+                return {"status": 404, "error": "the request has ended"}
             destination = "b" if source == "a" else "a"
         response = await self.http.post(
             f"{self.url}/admin/migrate",

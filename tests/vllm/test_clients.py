@@ -125,18 +125,17 @@ async def test_a_bad_migrate_order_gets_an_error_in_the_openai_shape(client: Cli
     [
         ({"prompt": "two of me", "n": 2, "temperature": 0.7}, "n > 1"),
         ({"prompt": ["first", "second"]}, "several prompts"),
-        ({"prompt": "json", "structured_outputs": {"regex": "[a-z ]+"}}, "structured output"),
+        ({"prompt": "three of me", "n": 3, "temperature": 0.7, "logprobs": 1}, "n > 1"),
     ],
 )
 async def test_a_request_that_cannot_move_says_why_and_goes_on(
     client: Client, fields: dict[str, Any], reason: str
 ) -> None:
     body = {"temperature": 0, "ignore_eos": True, "max_tokens": 600, **fields}
-    reply = await client.run("/v1/completions", move_at=[20], **body)
-    (refusal,) = reply.moves
+    reply, refusal = await client.refused("/v1/completions", **body)
     assert refusal["status"] == 409, refusal
     assert reason in refusal["error"]["message"]
-    assert len(reply.finish) == (1 if fields.get("n", 1) == 1 and isinstance(fields["prompt"], str) else 2)
+    assert len(reply.finish) == fields.get("n", 2)
 
 
 async def test_an_unknown_destination_or_the_source_itself_is_refused_and_the_stream_goes_on(client: Client) -> None:

@@ -288,7 +288,7 @@ def test_a_parked_request_is_queued_by_the_commit_and_releases_its_blocks_when_s
     assert bench.port.batch == []
     assert bench.port.queued == []
     assert bench.do("extend", resume_id="m", blocks=3, output_token_ids=[8])["accepted"]
-    assert bench.do("commit", resume_id="m", output_tokens=2)["accepted"]
+    assert bench.do("commit", resume_id="m", tokens_from=2, output_token_ids=[])["accepted"]
     assert bench.port.queued == [(request, [2, 8])]
     assert bench.port.blocks_free == BLOCKS - 3  # The tail's block is free for the scheduler to take.
     bench.agent.after_schedule(SimpleNamespace(num_scheduled_tokens={request.request_id: 3}))
@@ -302,7 +302,10 @@ def test_tokens_that_are_complete_are_not_run(bench: Bench) -> None:
     bench.reserve()
     request = bench.request(resume_id="m")
     assert bench.do("extend", resume_id="m", blocks=3, output_token_ids=[7] * 8)["accepted"]
-    assert bench.do("commit", resume_id="m", output_tokens=9) == {"accepted": True, "finish": ("length", None)}
+    assert bench.do("commit", resume_id="m", tokens_from=9, output_token_ids=[]) == {
+        "accepted": True,
+        "finish": ("length", None),
+    }
     assert bench.port.queued == []
     assert bench.port.live == []
     bench.do("written", resume_id="m")
@@ -312,18 +315,25 @@ def test_tokens_that_are_complete_are_not_run(bench: Bench) -> None:
 
 def test_a_commit_without_a_parked_request_is_refused(bench: Bench) -> None:
     bench.reserve()
-    assert not bench.do("commit", resume_id="m", output_tokens=1)["accepted"]
-    assert not bench.do("commit", resume_id="other", output_tokens=1)["accepted"]
+    assert not bench.do("commit", resume_id="m", tokens_from=1, output_token_ids=[])["accepted"]
+    assert not bench.do("commit", resume_id="other", tokens_from=1, output_token_ids=[])["accepted"]
 
 
 def test_a_commit_that_lacks_tokens_asks_for_all_of_them(bench: Bench) -> None:
     """A gateway's resume comes without stages."""
     request = bench.request(resume_id="unknown")
-    answer = bench.do("commit", resume_id="unknown", output_tokens=2)
+    answer = bench.do("commit", resume_id="unknown", tokens_from=2, output_token_ids=[])
     assert (answer["accepted"], answer["lacks_tokens"]) == (False, True)
     assert bench.port.queued == []
-    assert bench.do("commit", resume_id="unknown", output_tokens=2, output_token_ids=[7, 8])["accepted"]
+    assert bench.do("commit", resume_id="unknown", tokens_from=0, output_token_ids=[7, 8])["accepted"]
     assert bench.port.queued == [(request, [7, 8])]
+
+
+def test_a_commit_brings_the_last_tokens_itself(bench: Bench) -> None:
+    bench.reserve()
+    request = bench.request(resume_id="m")
+    assert bench.do("commit", resume_id="m", tokens_from=1, output_token_ids=[7, 8])["accepted"]
+    assert bench.port.queued == [(request, [2, 7, 8])]
 
 
 def test_blocks_cannot_come_for_a_resume_that_has_only_tokens(bench: Bench) -> None:
@@ -334,7 +344,7 @@ def test_blocks_cannot_come_for_a_resume_that_has_only_tokens(bench: Bench) -> N
 
 def test_a_request_of_which_nothing_was_computed_keeps_its_own_prefix_hit(bench: Bench) -> None:
     bench.request(resume_id="unknown")
-    assert bench.do("commit", resume_id="unknown", output_tokens=0)["accepted"]
+    assert bench.do("commit", resume_id="unknown", tokens_from=0, output_token_ids=[])["accepted"]
     assert bench.port.begun == [False]
 
 
@@ -342,11 +352,11 @@ def test_a_commit_waits_for_the_grammar_and_then_brings_it_all_tokens(bench: Ben
     bench.reserve()
     bench.port.compiling = True
     request = bench.request(resume_id="m")
-    answer = bench.do("commit", resume_id="m", output_tokens=1)
+    answer = bench.do("commit", resume_id="m", tokens_from=1, output_token_ids=[])
     assert (answer["accepted"], answer["compiling"]) == (False, True)
     assert request.output_token_ids == []
     bench.port.compiling = False
-    assert bench.do("commit", resume_id="m", output_tokens=1)["accepted"]
+    assert bench.do("commit", resume_id="m", tokens_from=1, output_token_ids=[])["accepted"]
     assert bench.port.queued == [(request, [2])]
 
 
@@ -356,7 +366,7 @@ def test_tokens_that_the_grammar_does_not_take_are_refused_for_good(bench: Bench
     bench.request(resume_id="m")
     assert bench.do("extend", resume_id="m", blocks=3, output_token_ids=[9])["reason"] == "no such branch"
     bench.port.rejects = -1
-    assert bench.do("commit", resume_id="m", output_tokens=2)["reason"] == "no such branch"
+    assert bench.do("commit", resume_id="m", tokens_from=2, output_token_ids=[])["reason"] == "no such branch"
     assert bench.port.queued == []
 
 
@@ -374,7 +384,7 @@ def test_a_queued_request_can_be_frozen_and_goes_back_to_the_queue(bench: Bench)
 def test_a_request_that_has_just_been_committed_here_is_not_frozen(bench: Bench) -> None:
     bench.reserve()
     request = bench.request(resume_id="m")
-    bench.do("commit", resume_id="m", output_tokens=1)
+    bench.do("commit", resume_id="m", tokens_from=1, output_token_ids=[])
     bench.port.queue.append(request)
     assert bench.do("freeze", **FREEZE)["state"] == "busy"
 
@@ -391,7 +401,7 @@ def test_an_aborted_parked_request_gives_its_blocks_back(bench: Bench, committed
     bench.reserve()
     request = bench.request(resume_id="m")
     if committed:
-        bench.do("commit", resume_id="m", output_tokens=1)
+        bench.do("commit", resume_id="m", tokens_from=1, output_token_ids=[])
     bench.agent.after_finish([request])
     assert bench.port.blocks_free == BLOCKS
     assert bench.agent.reservations == {}
