@@ -152,6 +152,25 @@ def test_a_resumed_request_is_parted_and_its_seed_stands_where_it_stood(compat: 
     assert draw(request.generator) == draws[3]
 
 
+@pytest.mark.parametrize("output_tokens", [0, 3])
+def test_a_draw_inside_the_prompt_is_taken_back(compat: ModuleType, torch: Any, output_tokens: int) -> None:
+    """vLLM rewinds by the offset, which a generator on the CPU does not have: stock 0.32.0 fails there."""
+
+    def draw(generator: Any) -> int:
+        return int(torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long))
+
+    straight = torch.Generator().manual_seed(5)
+    draws = [draw(straight) for _ in range(output_tokens + 1)]
+    standing = torch.Generator().manual_seed(5)
+    for _ in range(output_tokens):
+        draw(standing)
+    generator = compat.RewindingGenerator.of(SimpleNamespace(generator=standing, output_token_ids=[7] * output_tokens))
+    for _ in range(3):  # As many pieces of a prompt.
+        draw(generator)
+        generator.set_offset(generator.get_offset() - 4)
+    assert draw(generator) == draws[-1]
+
+
 def test_our_keys_from_a_stranger_are_dropped(compat: ModuleType) -> None:
     params = SimpleNamespace(extra_args={compat.RESUME_KEY: "x", compat.REQUEST_KEY: "y", "theirs": 1})
     compat.drop_own_keys(params)
