@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_plugin import compat
-from vllm_plugin.settings import FREEZE_LIMIT_S, PIN_LIMIT_S, RESERVATION_LEASE_S
+from vllm_plugin.settings import FREEZE_LIMIT_S, NEXT_BLOCK_LIMIT_S, PIN_LIMIT_S, RESERVATION_LEASE_S
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -36,6 +36,16 @@ class Frozen:
     deadline: float
     drained: Future[dict[str, Any]] | None
     """Waits for the steps in flight; ``None`` once it was answered."""
+    blocks_from: int
+    tokens_from: int
+
+
+@dataclass
+class Awaited:
+    """A source that waits for a running request's next finished block."""
+
+    answer: Future[dict[str, Any]]
+    deadline: float
     blocks_from: int
     tokens_from: int
 
@@ -90,6 +100,7 @@ class EngineAgent:
     port: compat.EnginePort
     managed: dict[str, compat.Request] = field(default_factory=dict)
     frozen: dict[str, Frozen] = field(default_factory=dict)
+    awaited: dict[str, Awaited] = field(default_factory=dict)
     reservations: dict[str, Reservation] = field(default_factory=dict)
     pins: dict[str, Pins] = field(default_factory=dict)
     admitted: dict[str, str] = field(default_factory=dict)
@@ -112,6 +123,8 @@ class EngineAgent:
                 return [self.status(request_id) for request_id in self.managed]
             case "export":
                 return self.export(**payload)
+            case "next_block":
+                return self.next_block(**payload)
             case "freeze":
                 return self.freeze(**payload)
             case "unfreeze":
@@ -185,6 +198,8 @@ class EngineAgent:
         self._last_step = now
         for request_id in list(self.frozen):
             self._answer_if_drained(request_id)
+        for request_id in list(self.awaited):
+            self._answer_if_finished(request_id)
         for request_id, request in list(self.managed.items()):
             if request.is_finished():
                 self._forget(request_id, request)
@@ -208,6 +223,8 @@ class EngineAgent:
             if frozen.deadline < now:
                 logger.warning("unfreeze %s: the final stage took over %.0f s", request_id, FREEZE_LIMIT_S)
                 self.unfreeze(request_id)
+        for request_id in [request_id for request_id, awaited in self.awaited.items() if awaited.deadline < now]:
+            self._answer_awaited(request_id)
         for request_id in [request_id for request_id, pins in self.pins.items() if pins.deadline < now]:
             self.unpin(request_id)
         for resume_id, reservation in list(self.reservations.items()):
@@ -291,7 +308,22 @@ class EngineAgent:
             "cache_salt": request.cache_salt,
             "cached_tokens": compat.prefix_hit_tokens(request),
             "steps_to_next_block": self.port.block_size - request.num_tokens % self.port.block_size,
+            "tokens_left": request.max_tokens - request.num_output_tokens,
         }
+
+    def next_block(self, request_id: str, blocks_from: int, tokens_from: int) -> Any:
+        """Answers like ``export``, as a future, at the step boundary at which another block is finished.
+
+        Right after it the destination has least to compute of its own, and the client least to wait for. Answered
+        without one after NEXT_BLOCK_LIMIT_S, and when the request stops running.
+        """
+        self._answer_awaited(request_id)
+        if request_id not in self.managed:
+            return {"state": "gone", "reason": "the request has finished"}
+        answer: Future[dict[str, Any]] = Future()
+        self.awaited[request_id] = Awaited(answer, time.monotonic() + NEXT_BLOCK_LIMIT_S, blocks_from, tokens_from)
+        self._answer_if_finished(request_id)
+        return answer
 
     def freeze(self, request_id: str, preemptions: int, blocks_from: int, tokens_from: int) -> Any:
         """Stop a request, running or queued; answers like ``export``, as a future, once no step in flight holds it."""
@@ -488,11 +520,23 @@ class EngineAgent:
         if self.managed.get(request_id) is request:
             del self.managed[request_id]
             self.arrived_at.pop(request_id, None)
+        self._answer_awaited(request_id)
         frozen = self.frozen.get(request_id)
         if frozen is not None and frozen.request is request:
             del self.frozen[request_id]
             if frozen.drained is not None:
                 frozen.drained.set_result({"state": "gone", "reason": "the request has finished"})
+
+    def _answer_if_finished(self, request_id: str) -> None:
+        request, awaited = self.managed[request_id], self.awaited[request_id]
+        full_blocks = self.port.computed_tokens(request) // self.port.block_size
+        if full_blocks > awaited.blocks_from or self._state(request_id, request) != "running":
+            self._answer_awaited(request_id)
+
+    def _answer_awaited(self, request_id: str) -> None:
+        awaited = self.awaited.pop(request_id, None)
+        if awaited is not None:
+            awaited.answer.set_result(self.export(request_id, awaited.blocks_from, awaited.tokens_from))
 
     def _answer_if_drained(self, request_id: str) -> None:
         frozen = self.frozen[request_id]

@@ -22,7 +22,7 @@ from vllm_plugin.incoming import Engine, Refused
 from vllm_plugin.session import Session
 from vllm_plugin.settings import (
     BIND_WAIT_S,
-    BLOCK_MARGIN_STEPS,
+    BLOCK_MARGIN_TOKENS,
     COMMIT_TIMEOUT_S,
     FREEZE_LIMIT_S,
     PREBIND_WAIT_S,
@@ -202,10 +202,24 @@ class Migration:
             self._check(progress)
             patience_s = prebind_deadline - time.monotonic() if self.session.send_comment is not None else 0.0
             sent_blocks = await self._send("stage", progress, STAGE_TIMEOUT_S, min(patience_s, BIND_WAIT_S))
-            # A block that is finished before the request stands still would have to be sent while the client waits.
-            is_amid_block = not self._copy or progress["steps_to_next_block"] >= BLOCK_MARGIN_STEPS
-            if sent_blocks <= 1 and is_amid_block and (self._sent.bound or patience_s <= 0):
+            if sent_blocks <= 1 and (self._sent.bound or patience_s <= 0):
+                await self._reach_block_end(progress)
                 return
+
+    async def _reach_block_end(self, progress: dict[str, Any]) -> None:
+        """Decode on until a block is finished, and send it.
+
+        What the destination computes itself is then a token or two instead of most of a block, and no block is left
+        for the pause.
+        """
+        is_near_end = progress["tokens_left"] < progress["steps_to_next_block"] + BLOCK_MARGIN_TOKENS
+        if not self._copy or progress["state"] != "running" or is_near_end or self.session.send_comment is None:
+            return
+        progress = await self._engine(
+            "next_block", request_id=self.request_id, blocks_from=self._sent.blocks, tokens_from=self._sent.tokens
+        )
+        self._check(progress)
+        await self._send("stage", progress, STAGE_TIMEOUT_S)
 
     async def _final_stage(self) -> None:
         asked = time.monotonic()

@@ -26,8 +26,10 @@ REPLAY_TOKEN_S = 0.002
 """What a replayed token may add to waits; usual are 0.4 ms where each is parsed, and far less elsewhere."""
 BIND_WAIT_S = 0.25
 """One stage's answer waits so long for it."""
-BLOCK_MARGIN_STEPS = 5
-"""A request is stopped at least so many steps before it fills a block: some are in flight, and one answer is late."""
+NEXT_BLOCK_LIMIT_S = 3.0
+"""How long a running request is watched for the end of a block, at which it is best stopped."""
+BLOCK_MARGIN_TOKENS = 8
+"""It is not watched when so few tokens after that it would be at its end."""
 MIGRATIONS_IN_MAX = 4
 MIGRATIONS_OUT_MAX = 4
 STAGES_MAX = 64

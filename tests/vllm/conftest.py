@@ -24,8 +24,10 @@ SERVER_ARGUMENTS = [
     *("--worker-extension-cls", "tests.vllm.corrupting.CorruptingExtension"),
     # Chats go through parsers; the reasoning parser does nothing unless a chat asks for `thinking`.
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_v3"),
+    # Without this a grammar for JSON lets a random model write blanks for ever.
+    *("--structured-outputs-config", '{"disable_any_whitespace": true}'),
     # Little of everything, so that requests queue, are computed in pieces, and are preempted.
-    *("--max-num-seqs", "8", "--max-num-batched-tokens", "512", "--num-gpu-blocks-override", "641"),
+    *("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "641"),
 ]
 
 
@@ -44,6 +46,6 @@ async def client(stack: Stack) -> AsyncIterator[Client]:
     client = Client(stack)
     try:
         yield client
-        await client.wait_until_empty(3.0)
+        await client.wait_until_empty(5.0)
     finally:
         await client.close()

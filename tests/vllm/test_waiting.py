@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
 BATCH_MAX = 8
 LONG_PROMPT = [100 + index % 1500 for index in range(7000)]
-"""Fourteen pieces of 512 tokens, which is seconds on one core."""
+"""Fifty-five pieces of 128 tokens, which is seconds on one core."""
 DETAILS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
@@ -92,20 +92,26 @@ async def test_a_request_in_the_middle_of_its_prompt_takes_along_what_is_compute
     client: Client, seed: int | None
 ) -> None:
     sampling: dict[str, Any] = {"temperature": 0} if seed is None else {"temperature": 1.0, "seed": seed}
-    body: dict[str, Any] = {"ignore_eos": True, "max_tokens": 60, **sampling, **DETAILS, "cache_salt": f"prompt-{seed}"}
-    alone = await client.run(COMPLETIONS, prompt=LONG_PROMPT, **{**body, "cache_salt": f"alone-{seed}"})
+    body: dict[str, Any] = {"ignore_eos": True, "max_tokens": 60, **sampling, **DETAILS}
+    alone = await client.run(COMPLETIONS, prompt=LONG_PROMPT, **body, cache_salt=f"alone-{seed}")
+    for attempt in range(5):
+        moved, move = await moved_amid_prompt(client, **body, cache_salt=f"moved-{seed}-{attempt}")
+        assert_same(moved, alone)
+        assert moved.usage[-1]["prompt_tokens"] == len(LONG_PROMPT)
+        if move.get("outcome") == "committed" and move["output_tokens"] == 0:
+            assert 10 <= move["blocks_sent"] < 218, "what was computed of its 218 blocks came along, and only that"
+            return
+    raise AssertionError(f"no move came before the first token: {move}")
+
+
+async def moved_amid_prompt(client: Client, **body: Any) -> tuple[Reply, dict[str, Any]]:
     async with client.stream(COMPLETIONS, start_on="a", prompt=LONG_PROMPT, **body) as response:
         request_id = response.headers["x-request-id"]
         async with asyncio.timeout(20):
-            while (found := await state_of(client, "a", request_id)) is None or found["blocks"] < 40:
+            while (found := await state_of(client, "a", request_id)) is None or found["blocks"] < 20:
                 await asyncio.sleep(0.005)
         move = await client.move(request_id, "b")
-        moved = await read(response)
-    assert move["outcome"] == "committed", move
-    assert move["output_tokens"] == 0, "it moved before its first token"
-    assert 10 <= move["blocks_sent"] < 210, "what was computed of its 218 blocks came along, and only that"
-    assert_same(moved, alone)
-    assert moved.usage[-1]["prompt_tokens"] == len(LONG_PROMPT)
+        return await read(response), move
 
 
 async def test_a_preempted_request_goes_on_elsewhere(client: Client) -> None:

@@ -157,6 +157,7 @@ class Bench:
             use_structured_output=False,
             resumable=False,
             prefill_stats=None,
+            max_tokens=100,
             computed=10,
             blocks=[Block(block_id=index) for index in (50, 51, 52)],
             is_finished=lambda: False,
@@ -200,6 +201,43 @@ def test_only_finished_blocks_are_exported(bench: Bench) -> None:
     export = bench.do("export", request_id="r")
     assert export["state"] == "running"
     assert export["block_ids"] == [50, 51]
+
+
+def test_the_next_block_is_exported_at_the_step_that_finishes_it(bench: Bench) -> None:
+    request = bench.request()
+    answer = bench.do("next_block", request_id="r", blocks_from=2, tokens_from=0)
+    request.computed = 11
+    bench.agent.after_step()
+    assert not answer.done()
+    request.computed = 12
+    bench.agent.after_step()
+    assert answer.result(0)["block_ids"] == [52]
+    assert bench.agent.awaited == {}
+
+
+def test_a_block_that_does_not_come_is_not_waited_for_any_longer(
+    bench: Bench, engine: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.request()
+    answer = bench.do("next_block", request_id="r", blocks_from=2, tokens_from=0)
+    now = engine.time.monotonic()
+    monkeypatch.setattr(engine.time, "monotonic", lambda: now + engine.NEXT_BLOCK_LIMIT_S + 0.1)
+    bench.agent.expire()
+    assert answer.result(0)["block_ids"] == []
+
+
+@pytest.mark.parametrize("how", ["preempted", "finished"])
+def test_a_request_that_stops_running_ends_the_wait_for_its_block(bench: Bench, how: str) -> None:
+    request = bench.request()
+    answer = bench.do("next_block", request_id="r", blocks_from=2, tokens_from=0)
+    if how == "preempted":
+        bench.queue(request)
+    else:
+        bench.port.live.remove(request)
+        request.is_finished = lambda: True
+    bench.agent.after_step()
+    assert answer.result(0)["state"] == ("waiting" if how == "preempted" else "gone")
+    assert bench.agent.awaited == {}
 
 
 def test_a_frozen_request_leaves_the_batch_at_once_and_answers_when_nothing_is_in_flight(bench: Bench) -> None:
