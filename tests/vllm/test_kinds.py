@@ -44,7 +44,10 @@ GRAMMARS: dict[str, tuple[str, dict[str, Any]]] = {
         COMPLETIONS,
         {"prompt": "Choose", **LONG, "structured_outputs": {"choice": ["a ferry " * 40, "one boat " * 40]}},
     ),
-    "grammar": (COMPLETIONS, {"prompt": "Grammar", **LONG, "structured_outputs": {"grammar": GRAMMAR}}),
+    "grammar": (
+        COMPLETIONS,
+        {"prompt": "Grammar", **LONG, "min_tokens": 150, "structured_outputs": {"grammar": GRAMMAR}},
+    ),
 }
 TOOL_CALLS: dict[str, dict[str, Any]] = {
     "auto": {"tool_choice": "auto", "structured_outputs": {"regex": f"Aye, captain. {CALL}"}},
