@@ -14,6 +14,7 @@ from gateway.admin import Admin, build_admin_app
 from gateway.cluster.discovery import Discovery
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Members
+from gateway.cluster.pulse import Pulse
 from gateway.cluster.records import Records
 from gateway.cluster.reports import ReportReader
 from gateway.cluster.store import Store
@@ -29,6 +30,7 @@ from gateway.serving.relay import Relay
 from gateway.serving.reply import Reply, Send
 from gateway.serving.serve import Server
 from gateway.serving.session import Sessions
+from gateway.serving.watch import Watch
 from gateway.telemetry import Counters, cancel_all, log, run_forever
 
 RECORDS_INTERVAL_S = 0.2
@@ -72,6 +74,9 @@ class Gateway:
             executor,
             self.counters,
         )
+        self._watch = Watch(self.backend, self.members, settings.budgets, intervals.watch_s)
+        pulse_timeout_s = settings.budgets.hang_s / 3
+        self._pulses = [Pulse(url, self.members, self.llumlets, pulse_timeout_s) for url in settings.instance_urls]
         self._admin: FastAPI = build_admin_app(admin)
         self._admin_keys = Keys([settings.admin_key] if settings.admin_key else [], open_if_empty=False)
         self._intervals = intervals
@@ -99,6 +104,9 @@ class Gateway:
         self._run("leader", run_forever("leader", self.leader.tick, self._intervals.leader_tick_s, self.counters))
         for reader in self.readers:
             self._run("reports", reader.run())
+        for pulse in self._pulses:
+            self._run("pulse", run_forever("pulse", pulse.feel, self._intervals.pulse_s, self.counters))
+        self._run("watch", run_forever("watch", self._watch.look, self._intervals.watch_s, self.counters))
         log("started", gateway=self.gateway_id, instances_healthy=self.members.healthy_count())
 
     async def stop(self) -> None:
