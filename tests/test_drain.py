@@ -231,8 +231,11 @@ async def test_a_drain_goes_on_when_the_operator_hangs_up(start_gateway: StartGa
         assert a.draining
 
 
-async def test_undrain_answers_those_who_wait(start_gateway: StartGateway) -> None:
+@pytest.mark.parametrize("reported", [True, False])
+async def test_undrain_answers_those_who_wait(reported: bool, start_gateway: StartGateway) -> None:
+    """Even before a report has told that it drains."""
     async with instances("a", "b") as (a, b), start_gateway(a, b, policy=NONE) as running:
+        a.report_changes = {} if reported else {"draining": False}
         a.requests = [request_of("r", movable=False, reason="n > 1")]
         draining = asyncio.create_task(drain(running))
         await until(lambda: a.draining and running.gateway.drains._emptyings)

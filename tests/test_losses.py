@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from gateway.config import Budgets
+from gateway.telemetry import cancel_all
 from gateway.wire import REQUEST_ID_HEADER, RESUMED_HEADER, encode_resumed_header
 from loadtest.processes import free_port
 from tests.conftest import StartGateway, chat_body, until
@@ -34,10 +35,10 @@ def events_of(data: bytes) -> list[bytes]:
     return [block for block in data.split(b"\n\n") if block]
 
 
-def assert_honest_end(data: bytes, tokens: int, *, reset: bool = False) -> None:
+def assert_honest_end(data: bytes, tokens: int, *, role: bool = True, reset: bool = False) -> None:
     """The tokens, one error event, and nothing invented. A reset may take with it what was not read yet."""
     events = events_of(data)
-    assert len(events) == 1 + tokens + 1 or (reset and 1 < len(events) < 1 + tokens + 1)
+    assert len(events) == role + tokens + 1 or (reset and 1 < len(events) < 1 + tokens + 1)
     error = json.loads(events[-1].removeprefix(b"data: "))["error"]
     assert error["code"] in (502, 504)
     assert set(error) == {"message", "type", "param", "code"}
@@ -142,12 +143,16 @@ async def test_instances_that_have_not_seen_the_request_or_are_busy_are_no_death
 
     async with instances("a", "b", "c", "d") as (a, b, c, d), start_gateway(a, b, c, d) as running:
         a.freeness_steps, b.freeness_steps, c.freeness_steps, d.freeness_steps = 15_000, 9_000, 6_000, 3_000
-        await until(lambda: running.gateway.dispatcher.choose(None, "a").instance_id == "b")
+        choose = running.gateway.dispatcher.choose
+        await until(lambda: [choose(None, "abc"[:n]).instance_id for n in range(4)] == ["a", "b", "c", "d"])
+        # So that nobody notices that c has gone before the request is sent there.
+        await cancel_all([loop for loop in running.gateway._loops if loop.get_name() == "discovery"])
         a.script, b.script = resets, busy
         await c.stop()
         try:
             assert (await running.chat()).status_code == 200
             assert (len(a.received), len(b.received), len(d.received)) == (1, 1, 1)
+            assert running.gateway.counters.get("legs_lost") == 3
         finally:
             await c.listen(free_port())
 
@@ -268,12 +273,66 @@ async def test_an_error_event_that_is_the_requests_own_passes_unchanged(start_ga
         assert not b.received
 
 
-@pytest.mark.parametrize("fields", [{"n": 2}, {"use_beam_search": True}])
-async def test_what_is_not_one_sequence_is_not_resumed(fields: dict[str, object], start_gateway: StartGateway) -> None:
+async def test_what_is_not_one_sequence_is_not_resumed(start_gateway: StartGateway) -> None:
+    """F09: the state of several sequences cannot be rebuilt from one list of tokens."""
+    fields: tuple[dict[str, object], ...] = ({"n": 2}, {"best_of": 2}, {"use_beam_search": True})
     async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
         a.script = loses_after(3, "cut")
-        assert_honest_end(await running.stream(**fields), 3)
+        for one in fields:
+            assert_honest_end(await running.stream(**one), 3)
+        body = {"model": MODEL, "stream": True}
+        for prompt in (["a", "b"], [[1, 2], [3]]):
+            response = await running.client.post("/v1/completions", json=body | {"prompt": prompt})
+            assert_honest_end(response.content, 3, role=False)
         assert not b.received
+
+
+async def test_of_several_choices_those_that_are_finished_stay_so(start_gateway: StartGateway) -> None:
+    """F09: one has ended and the others have not when their instance dies."""
+
+    async def one_ends(exchange: Exchange) -> None:
+        last = Generation(exchange.request).rest()[-2]
+        await exchange.start()
+        await exchange.send(*Generation(exchange.request).upto(3), last)
+        await exchange.send(Generation(exchange.request).token(3).replace(b'"index":0', b'"index":1'))
+        await exchange.cut()
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        a.script = one_ends
+        data = await running.stream(n=2)
+        assert (data.count(b'"finish_reason":"'), data.count(b'"error"'), data.count(b"[DONE]")) == (1, 1, 0)
+        assert not b.received
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_resumed_stream_is_one_reply(path: str, start_gateway: StartGateway) -> None:
+    """F07: the instance that goes on gets the same body, budgets and seeds included, and the tokens as output.
+    F13, F14: id, creation time, role, usage and the one finish are as if it had never moved.
+    F25: what was sent is not sent again, and the attempt is counted once."""
+    prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    budgets = {"max_tokens": 10, "min_tokens": 8, "ignore_eos": True}
+    sampling = {"frequency_penalty": 1.5, "seed": 7, "temperature": 1}
+    running_usage = {"include_usage": True, "continuous_usage_stats": True}
+    for options in (None, {"include_usage": True}, running_usage):
+        body = {"model": MODEL, "stream": True, "stream_options": options} | prompt | budgets | sampling
+        async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+            b.created = 5
+            unmoved = normal((await running.client.post(path, json=body)).content)
+            for tokens in (1, 4, 9):
+                a.script = loses_after(tokens, "cut")
+                b.resumes.clear()
+                before = running.gateway.counters.get("requests_resumed")
+                assert normal((await running.client.post(path, json=body)).content) == unmoved
+                assert a.received[-1].body == b.received[-1].body
+                assert [resume.output_token_ids for resume in b.resumes.values()] == [token_ids(0, tokens)]
+                assert running.gateway.counters.get("requests_resumed") == before + 1
+            a.script = loses_after(10, "cut")  # All of them, and their finish.
+            received, usage = len(b.received), bool(options)
+            data = normal((await running.client.post(path, json=body)).content)
+            assert len(b.received) == received
+            assert data.count(b'"finish_reason":"length"') == 1
+            assert (data == unmoved) != usage  # A usage that never came is not made up.
+            assert (data.count(b'"error"'), data.count(b"[DONE]")) == ((1, 0) if usage else (0, 1))
 
 
 async def test_a_stream_that_lacks_only_done_is_ended_without_a_second_finish(start_gateway: StartGateway) -> None:
