@@ -14,16 +14,19 @@ from starlette.exceptions import HTTPException
 from gateway.cluster.members import Instance, Member, Members
 from gateway.cluster.store import Store
 from gateway.errors import BadRequest, Conflict, GatewayError, LlumletRefused, NotFound, StoreUnavailable
+from gateway.scheduler.drain import Drains
 from gateway.scheduler.executor import Executor
 from gateway.scheduler.leader import Leader
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.session import Sessions
 from gateway.telemetry import Counters, log
-from gateway.wire import MigrationResult, is_identifier
+from gateway.wire import MIGRATION_METHODS, MigrationResult, Report, is_identifier
 
 PAUSE_WAIT_S = 5.0
 """A migration's result may be there before the first event of the destination: wait that long for the pause."""
 FOLLOW_WAIT_S = 2.0
+DRAIN_TIMEOUT_S = 60.0
+DRAIN_TIMEOUT_S_MAX = 3600.0
 _ID_PREFIXES = ("chatcmpl-", "cmpl-")
 
 
@@ -37,6 +40,7 @@ class Admin:
         store: Store,
         leader: Leader,
         executor: Executor,
+        drains: Drains,
         counters: Counters,
     ) -> None:
         self._gateway_id = gateway_id
@@ -46,6 +50,7 @@ class Admin:
         self._store = store
         self._leader = leader
         self._executor = executor
+        self._drains = drains
         self._counters = counters
 
     def instances(self) -> dict[str, Any]:
@@ -61,28 +66,51 @@ class Admin:
 
     async def migrate(self, order: Any) -> dict[str, Any]:
         """Moves one request and waits for the outcome; the pause is what this request's client saw."""
-        request_id, destination_id = _read_order(order)
+        request_id, destination_id, method = _read_order(order)
         source = await self._source(request_id)
-        destination = self._members.get(destination_id)
-        if destination is None:
-            raise NotFound(f"There is no instance `{destination_id}`.", param="destination", code="instance_not_found")
+        destination = self._known(destination_id, "destination")
         try:
-            result = await self._order(request_id, source, destination)
+            result = await self._order(request_id, source, destination, method)
         except LlumletRefused as error:
             # It has just left there, and its reply lags behind: once that has followed, the order can be given again.
             if error.llumlet_status != 404 or not await self._has_followed(request_id, source):
                 raise _refusal(error) from error
             try:
-                result = await self._order(request_id, await self._source(request_id), destination)
+                result = await self._order(request_id, await self._source(request_id), destination, method)
             except LlumletRefused as again:
                 raise _refusal(again) from again
         return {**result.to_json(), **await self._pause(request_id, result.migration_id, result.outcome)}
 
-    async def _order(self, request_id: str, source: Instance, destination: Instance) -> MigrationResult:
+    async def drain(self, instance_id: str, order: Any) -> dict[str, Any]:
+        """Goes on to its end when the operator's connection does not."""
+        timeout_s = _read_drain(order)
+        started = time.monotonic()
+        progress = await self._drains.drain(self._known(instance_id), timeout_s)
+        return {
+            "instance": instance_id,
+            "draining": self._members.is_draining(instance_id),
+            "empty": progress.empty,
+            "moved": progress.moved,
+            "failed": progress.failed,
+            "remaining": [] if progress.empty else progress.remaining,
+            "duration_ms": round((time.monotonic() - started) * 1000, 3),
+        }
+
+    async def undrain(self, instance_id: str) -> dict[str, Any]:
+        await self._drains.undrain(self._known(instance_id))
+        return {"instance": instance_id, "draining": False}
+
+    def _known(self, instance_id: str, param: str | None = None) -> Instance:
+        instance = self._members.get(instance_id)
+        if instance is None:
+            raise NotFound(f"There is no instance `{instance_id}`.", param=param, code="instance_not_found")
+        return instance
+
+    async def _order(self, request_id: str, source: Instance, destination: Instance, method: str) -> MigrationResult:
         if destination == source:
             raise BadRequest(f"The request is on `{source.instance_id}` already.", param="destination")
         log("migrate", request=request_id, source=source.instance_id, to=destination.instance_id)
-        return await self._executor.migrate(source.url, request_id, destination.instance_id, destination.url)
+        return await self._executor.migrate(source, request_id, destination, method)
 
     async def _has_followed(self, request_id: str, source: Instance) -> bool:
         """Whether this gateway's own reply goes on from another instance now, or does so soon."""
@@ -122,10 +150,17 @@ class Admin:
             "healthy": member.healthy,
             "reason": member.reason,
             "stale": self._members.is_stale(member, now),
+            "draining": member.draining,
+            "empty": None if report is None else self._is_empty(member.instance.instance_id, report),
             "report_age_ms": None if report is None else round((now - member.reported_at) * 1000),
             "in_flight": self._dispatcher.in_flight(member.instance.instance_id),
             "report": None if report is None else report.to_json(),
         }
+
+    def _is_empty(self, instance_id: str, report: Report) -> bool:
+        """As far as this gateway and the last report know."""
+        running = report.requests_running + report.requests_waiting + report.migrations_in
+        return running == 0 and self._dispatcher.in_flight(instance_id) == 0
 
 
 def build_admin_app(admin: Admin) -> FastAPI:
@@ -142,6 +177,14 @@ def build_admin_app(admin: Admin) -> FastAPI:
     @app.post("/admin/migrate")
     async def migrate(request: Request) -> JSONResponse:
         return JSONResponse(await admin.migrate(await _json(request)))
+
+    @app.post("/admin/instances/{instance_id}/drain")
+    async def drain(instance_id: str, request: Request) -> JSONResponse:
+        return JSONResponse(await admin.drain(instance_id, await _json(request) if await request.body() else {}))
+
+    @app.delete("/admin/instances/{instance_id}/drain")
+    async def undrain(instance_id: str) -> JSONResponse:
+        return JSONResponse(await admin.undrain(instance_id))
 
     app.add_exception_handler(GatewayError, _handler(_gateway_error))
     app.add_exception_handler(HTTPException, _handler(_http_exception))
@@ -181,15 +224,30 @@ async def _json(request: Request) -> Any:
         raise BadRequest("The request body is not valid JSON.") from error
 
 
-def _read_order(order: Any) -> tuple[str, str]:
+def _read_drain(order: Any) -> float:
+    if not isinstance(order, dict):
+        raise BadRequest("The request body must be a JSON object, or empty.")
+    timeout_s = order.get("timeout_s", DRAIN_TIMEOUT_S)
+    # Not a number (NaN) is in no range.
+    if type(timeout_s) not in (int, float) or not 0 < timeout_s <= DRAIN_TIMEOUT_S_MAX:
+        raise BadRequest(
+            f"`timeout_s` must be a number above 0, and at most {DRAIN_TIMEOUT_S_MAX:g}.", param="timeout_s"
+        )
+    return float(timeout_s)
+
+
+def _read_order(order: Any) -> tuple[str, str, str]:
     if not isinstance(order, dict):
         raise BadRequest("The request body must be a JSON object with `request` and `destination`.")
     for name in ("request", "destination"):
         if not isinstance(order.get(name), str) or not order[name]:
             raise BadRequest(f"`{name}` is missing or not a string.", param=name)
+    method = order.get("method", "live")
+    if method not in MIGRATION_METHODS:
+        raise BadRequest(f"`method` must be one of {', '.join(MIGRATION_METHODS)}.", param="method")
     request_id: str = order["request"]
     for prefix in _ID_PREFIXES:
         request_id = request_id.removeprefix(prefix)
     if not is_identifier(request_id):
         raise NotFound("There is no running request of this id.", param="request", code="request_not_found")
-    return request_id, order["destination"]
+    return request_id, order["destination"], method

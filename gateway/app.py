@@ -14,6 +14,7 @@ from gateway.admin import Admin, build_admin_app
 from gateway.cluster.discovery import Discovery
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Members
+from gateway.cluster.pulse import Pulse
 from gateway.cluster.records import Records
 from gateway.cluster.reports import ReportReader
 from gateway.cluster.store import Store
@@ -21,6 +22,7 @@ from gateway.config import Settings
 from gateway.errors import Unauthorized
 from gateway.policy.decide import PolicySettings
 from gateway.routes import Receive, Routes, Scope
+from gateway.scheduler.drain import Drains
 from gateway.scheduler.executor import Executor
 from gateway.scheduler.leader import Leader
 from gateway.serving.backend import Backend
@@ -29,6 +31,7 @@ from gateway.serving.relay import Relay
 from gateway.serving.reply import Reply, Send
 from gateway.serving.serve import Server
 from gateway.serving.session import Sessions
+from gateway.serving.watch import Watch
 from gateway.telemetry import Counters, cancel_all, log, run_forever
 
 RECORDS_INTERVAL_S = 0.2
@@ -58,6 +61,14 @@ class Gateway:
             self.counters,
         )
         executor = Executor(self.members, self.llumlets, intervals.pairing_lease_s, self.counters)
+        self.drains = Drains(
+            self.members,
+            self.llumlets,
+            executor,
+            self.dispatcher.in_flight,
+            intervals.drain_look_s,
+            self.counters,
+        )
         policy = PolicySettings(settings.policy, settings.migration)
         self.leader = Leader(self.gateway_id, self.store, self.members, executor, policy, intervals.leader_lease_s)
         api_keys = Keys(settings.api_keys, open_if_empty=True)
@@ -70,8 +81,12 @@ class Gateway:
             self.store,
             self.leader,
             executor,
+            self.drains,
             self.counters,
         )
+        self._watch = Watch(self.backend, self.members, settings.budgets, intervals.watch_s)
+        pulse_timeout_s = settings.budgets.hang_s / 3
+        self._pulses = [Pulse(url, self.members, self.llumlets, pulse_timeout_s) for url in settings.instance_urls]
         self._admin: FastAPI = build_admin_app(admin)
         self._admin_keys = Keys([settings.admin_key] if settings.admin_key else [], open_if_empty=False)
         self._intervals = intervals
@@ -97,18 +112,26 @@ class Gateway:
         self._run("registry", run_forever("registry", self.discovery.publish, self._intervals.probe_s, self.counters))
         self._run("records", run_forever("records", self.records.flush, RECORDS_INTERVAL_S, self.counters))
         self._run("leader", run_forever("leader", self.leader.tick, self._intervals.leader_tick_s, self.counters))
+        self._run("drains", run_forever("drains", self._follow_drains, self._intervals.leader_tick_s, self.counters))
         for reader in self.readers:
             self._run("reports", reader.run())
+        for pulse in self._pulses:
+            self._run("pulse", run_forever("pulse", pulse.feel, self._intervals.pulse_s, self.counters))
+        self._run("watch", run_forever("watch", self._watch.look, self._intervals.watch_s, self.counters))
         log("started", gateway=self.gateway_id, instances_healthy=self.members.healthy_count())
 
     async def stop(self) -> None:
         await cancel_all(self._loops)
+        await self.drains.stop()
         await self.leader.release()
         await self.records.flush()
         await self.backend.close()
         await self.llumlets.close()
         await self.store.close()
         log("stopped", gateway=self.gateway_id)
+
+    async def _follow_drains(self) -> None:
+        await self.drains.follow(self.leader.is_leading)
 
     def _run(self, name: str, loop: Coroutine[Any, Any, None]) -> None:
         self._loops.append(asyncio.create_task(loop, name=name))

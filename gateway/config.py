@@ -23,6 +23,8 @@ class Budgets:
     event_gap_s: float = 120.0
     whole_reply_s: float = 3600.0
     """A reply that is not streamed: the whole generation."""
+    hang_s: float = 10.0
+    """A silent reply is waited for no longer than this, when its server answers nobody else either."""
     moved_s: float = 10.0
     """From the source's last word to the destination's first."""
     header_grace_s: float = 0.25
@@ -41,6 +43,10 @@ class Limits:
 class Intervals:
     probe_s: float = 2.0
     probe_timeout_s: float = 5.0
+    pulse_s: float = 1.0
+    """``/health``, which is answered in the middle of an engine step too."""
+    watch_s: float = 0.5
+    drain_look_s: float = 0.2
     report_stale_s: float = 10.0
     """Reports are made between engine steps: a long prefill is silence, and no reason to refuse requests."""
     leader_tick_s: float = 0.5

@@ -119,23 +119,41 @@ class WholeReply:
 class LegError(GatewayError):
     """An instance's reply that cannot be used any further.
 
-    ``instance_at_fault``: do not send this request there again. ``reply``: what the instance said, if anything.
+    ``instance_at_fault``: do not send this request there again. ``reply``: what the instance said, if anything; and
+    ``event``, the same as the event of a stream.
     """
 
     status = 502
     kind = "BadGatewayError"
+    is_death = True
+    """The instance had the request when it failed, so that the request may be what it failed of."""
 
     def __init__(
-        self, instance_id: str, message: str, *, instance_at_fault: bool = True, reply: WholeReply | None = None
+        self,
+        instance_id: str,
+        message: str,
+        *,
+        instance_at_fault: bool = True,
+        reply: WholeReply | None = None,
+        event: bytes | None = None,
     ) -> None:
         super().__init__(message)
         self.instance_id = instance_id
         self.instance_at_fault = instance_at_fault
         self.reply = reply
+        self.event = event
 
 
 class LegUnreachable(LegError):
     """No connection: the instance has not seen the request."""
+
+    is_death = False
+
+
+class LegRefused(LegError):
+    """The instance is there, but too busy or on its way out."""
+
+    is_death = False
 
 
 class LegCut(LegError):
@@ -147,8 +165,16 @@ class LegTimeout(LegError):
     kind = "GatewayTimeoutError"
 
 
+class LegNotConnected(LegTimeout):
+    """A connection did not come about in time: the instance has not seen the request."""
+
+    is_death = False
+
+
 class ResumeFailed(LegError):
     """The instance answered, but does not hold the tokens that it should go on from."""
+
+    is_death = False
 
 
 class LlumletUnreachable(GatewayError):

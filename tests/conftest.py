@@ -27,7 +27,7 @@ def pytest_configure() -> None:
 
 
 ADMIN_KEY = "admin-key"
-INTERVALS = Intervals(probe_s=0.1, leader_tick_s=0.1, probe_timeout_s=10)
+INTERVALS = Intervals(probe_s=0.1, leader_tick_s=0.1, probe_timeout_s=10, pulse_s=0.1, watch_s=0.1, drain_look_s=0.05)
 
 
 @pytest.fixture(scope="session")

@@ -75,6 +75,7 @@ class Exchange:
             await self.raw(f"{len(part):x}\r\n".encode() + part + b"\r\n" if self._chunked else part)
 
     async def raw(self, data: bytes) -> None:
+        await self.instance.runs.wait()
         self._writer.write(data)
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
@@ -216,6 +217,12 @@ def error_body(message: str, kind: str, code: int | str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
+def _set() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass(slots=True)
 class FakeInstance:
     instance_id: str
@@ -228,6 +235,14 @@ class FakeInstance:
     health_status: int = 200
     hangs: bool = False
     """Takes requests for its status, and says nothing."""
+    engine_busy: bool = False
+    """In a long step: its reports and its status wait, and what needs no engine is answered."""
+    runs: asyncio.Event = field(default_factory=_set)
+    """Cleared: as a process under SIGSTOP, with its connections open. Set again: SIGCONT."""
+    draining: bool = False
+    requests: list[wire.RequestStatus] = field(default_factory=list)
+    """As its status lists them."""
+    drain_status: int = 200
     migrate: Callable[[wire.MigrateOrder], Awaitable[tuple[int, Any]]] | None = None
     received: list[Received] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
@@ -295,17 +310,17 @@ class FakeInstance:
             blocks_total=1000,
             blocks_free=1000,
             blocks_reserved=0,
-            requests_running=0,
-            requests_waiting=0,
+            requests_running=sum(request.state != "waiting" for request in self.requests),
+            requests_waiting=sum(request.state == "waiting" for request in self.requests),
             requests_running_max=256,
             running_by_priority={},
             waiting_by_priority={},
-            virtual_usage_blocks=1000 - self.freeness_steps / 16,
-            freeness_steps=self.freeness_steps,
+            virtual_usage_blocks=None if self.draining else 1000 - self.freeness_steps / 16,
+            freeness_steps=None if self.draining else self.freeness_steps,
             head_of_line_blocks=0,
             queued_blocks=0,
             step_ms=10.0,
-            draining=False,
+            draining=self.draining,
             migrations_in=0,
             migrations_out=0,
         )
@@ -357,8 +372,16 @@ class FakeInstance:
             case "GET", ["v1", "models"]:
                 cards = [{"id": name, "object": "model", "owned_by": "vllm", "root": name} for name in self.models]
                 await exchange.json(200, {"object": "list", "data": cards})
+            case "GET", ["llumlet", "status"] if self.engine_busy:
+                await exchange.client_gone.wait()
             case "GET", ["llumlet", "status"]:
-                await exchange.json(200, {"report": self.report(), "requests": []})
+                requests = [request.to_json() for request in self.requests]
+                await exchange.json(200, {"report": self.report(), "requests": requests})
+            case "POST", ["llumlet", "drain"] if self.drain_status != 200:
+                await exchange.json(self.drain_status, error_body("cannot drain", "X", self.drain_status))
+            case "POST", ["llumlet", "drain"]:
+                self.draining = wire.Drain.from_json(request.json).draining
+                await exchange.json(200, {})
             case "GET", ["llumlet", "reports"]:
                 await self._stream_reports(exchange)
             case "PUT", ["llumlet", "pairing"]:
@@ -379,7 +402,8 @@ class FakeInstance:
     async def _stream_reports(self, exchange: Exchange) -> None:
         await exchange.start(content_type="application/x-ndjson")
         while not exchange.client_gone.is_set():
-            await exchange.send(json.dumps(self.report()).encode() + b"\n")
+            if not self.engine_busy:
+                await exchange.send(json.dumps(self.report()).encode() + b"\n")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(exchange.client_gone.wait(), REPORT_INTERVAL_S)
 

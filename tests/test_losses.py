@@ -9,10 +9,11 @@ import httpx
 import pytest
 
 from gateway.config import Budgets
+from gateway.telemetry import cancel_all
 from gateway.wire import REQUEST_ID_HEADER, RESUMED_HEADER, encode_resumed_header
 from loadtest.processes import free_port
 from tests.conftest import StartGateway, chat_body, until
-from tests.fake_instance import Exchange, Generation, error_body, generate, instances, token_ids
+from tests.fake_instance import MODEL, Exchange, Generation, Script, error_body, generate, instances, token_ids
 from tests.scripts import (
     answers,
     end,
@@ -34,10 +35,10 @@ def events_of(data: bytes) -> list[bytes]:
     return [block for block in data.split(b"\n\n") if block]
 
 
-def assert_honest_end(data: bytes, tokens: int, *, reset: bool = False) -> None:
+def assert_honest_end(data: bytes, tokens: int, *, role: bool = True, reset: bool = False) -> None:
     """The tokens, one error event, and nothing invented. A reset may take with it what was not read yet."""
     events = events_of(data)
-    assert len(events) == 1 + tokens + 1 or (reset and 1 < len(events) < 1 + tokens + 1)
+    assert len(events) == role + tokens + 1 or (reset and 1 < len(events) < 1 + tokens + 1)
     error = json.loads(events[-1].removeprefix(b"data: "))["error"]
     assert error["code"] in (502, 504)
     assert set(error) == {"message", "type", "param", "code"}
@@ -111,13 +112,49 @@ async def test_an_instance_that_is_gone_is_passed_over(start_gateway: StartGatew
             await a.listen(free_port())
 
 
-async def test_at_most_three_instances_are_tried(start_gateway: StartGateway) -> None:
-    async with instances("a", "b", "c", "d") as fakes, start_gateway(*fakes) as running:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_under_which_two_instances_die_is_not_tried_on_a_third(
+    stream: bool, start_gateway: StartGateway
+) -> None:
+    async with instances("a", "b", "c") as fakes, start_gateway(*fakes) as running:
         for fake in fakes:
             fake.script = resets
-        response = await running.chat()
+        response = await running.chat(stream=stream)
         assert response.status_code == 502
-        assert sum(len(fake.received) for fake in fakes) == 3
+        assert response.json()["error"]["type"] == "BadGatewayError"
+        assert sorted(len(fake.received) for fake in fakes) == [0, 1, 1]
+
+
+async def test_a_stream_under_which_two_instances_die_ends_in_one_error_event(start_gateway: StartGateway) -> None:
+    async def resumed_then_lost(exchange: Exchange) -> None:
+        await exchange.start(200, {RESUMED_HEADER: encode_resumed_header(exchange.request.resume_id or "", 2)})
+        await exchange.send(Generation(exchange.request).token(2))
+        await exchange.cut()
+
+    async with instances("a", "b", "c") as (a, b, c), start_gateway(a, b, c) as running:
+        a.script, b.script, c.script = loses_after(2, "cut"), resumed_then_lost, resumed_then_lost
+        assert_honest_end(await running.stream(), 3)
+        assert len(b.received) + len(c.received) == 1
+
+
+async def test_instances_that_have_not_seen_the_request_or_are_busy_are_no_deaths(start_gateway: StartGateway) -> None:
+    async def busy(exchange: Exchange) -> None:
+        await exchange.json(503, error_body("shutting down", "ServiceUnavailableError", 503))
+
+    async with instances("a", "b", "c", "d") as (a, b, c, d), start_gateway(a, b, c, d) as running:
+        a.freeness_steps, b.freeness_steps, c.freeness_steps, d.freeness_steps = 15_000, 9_000, 6_000, 3_000
+        choose = running.gateway.dispatcher.choose
+        await until(lambda: [choose(None, "abc"[:n]).instance_id for n in range(4)] == ["a", "b", "c", "d"])
+        # So that nobody notices that c has gone before the request is sent there.
+        await cancel_all([loop for loop in running.gateway._loops if loop.get_name() == "discovery"])
+        a.script, b.script = resets, busy
+        await c.stop()
+        try:
+            assert (await running.chat()).status_code == 200
+            assert (len(a.received), len(b.received), len(d.received)) == (1, 1, 1)
+            assert running.gateway.counters.get("legs_lost") == 3
+        finally:
+            await c.listen(free_port())
 
 
 async def test_a_reply_in_one_piece_that_is_cut_starts_again(start_gateway: StartGateway) -> None:
@@ -219,26 +256,83 @@ async def test_garbage_instead_of_http_is_a_502(start_gateway: StartGateway) -> 
         assert "SSH" not in response.text
 
 
-async def test_an_error_event_of_the_instance_passes_unchanged(start_gateway: StartGateway) -> None:
-    error = b'data: {"error":{"message":"queue full","type":"Busy","param":null,"code":503}}\n\n'
-    for done in (True, False):
-        async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
-            chunk = b'data: {"id":"x","created":1,"choices":[{"index":0,"delta":{"content":"x"},"token_ids":[1]}]}\n\n'
-            a.script = answers(chunk, error, done=done)
-            data = await running.stream()
-            assert error in data
-            assert data.endswith(b"data: [DONE]\n\n") == done
-            assert not b.received
-            recent = (await running.admin("GET", "/admin/requests")).json()["recent"]
-            assert recent[0]["state"] == "failed"
+async def test_an_error_event_that_is_the_requests_own_passes_unchanged(start_gateway: StartGateway) -> None:
+    """F30: it would be the same elsewhere. What its code does not say to be the instance's failure is taken for one."""
+    chunk = b'data: {"id":"x","created":1,"choices":[{"index":0,"delta":{"content":"x"},"token_ids":[1]}]}\n\n'
+    codes = (b"400", b'"429"', b"null", b'"queue_full"', b"499", b"true", b"1e999", b"[500]")
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        for code in codes:
+            error = b'data: {"error":{"message":"no","type":"Busy","param":null,"code":%b}}\n\n' % code
+            for done in (True, False):
+                a.script = answers(chunk, error, done=done)
+                data = await running.stream()
+                assert error in data
+                assert data.endswith(b"data: [DONE]\n\n") == done
+                recent = (await running.admin("GET", "/admin/requests")).json()["recent"]
+                assert recent[0]["state"] == "failed"
+        assert not b.received
 
 
-@pytest.mark.parametrize("fields", [{"n": 2}, {"use_beam_search": True}])
-async def test_what_is_not_one_sequence_is_not_resumed(fields: dict[str, object], start_gateway: StartGateway) -> None:
+async def test_what_is_not_one_sequence_is_not_resumed(start_gateway: StartGateway) -> None:
+    """F09: the state of several sequences cannot be rebuilt from one list of tokens."""
+    fields: tuple[dict[str, object], ...] = ({"n": 2}, {"best_of": 2}, {"use_beam_search": True})
     async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
         a.script = loses_after(3, "cut")
-        assert_honest_end(await running.stream(**fields), 3)
+        for one in fields:
+            assert_honest_end(await running.stream(**one), 3)
+        body = {"model": MODEL, "stream": True}
+        for prompt in (["a", "b"], [[1, 2], [3]]):
+            response = await running.client.post("/v1/completions", json=body | {"prompt": prompt})
+            assert_honest_end(response.content, 3, role=False)
         assert not b.received
+
+
+async def test_of_several_choices_those_that_are_finished_stay_so(start_gateway: StartGateway) -> None:
+    """F09: one has ended and the others have not when their instance dies."""
+
+    async def one_ends(exchange: Exchange) -> None:
+        last = Generation(exchange.request).rest()[-2]
+        await exchange.start()
+        await exchange.send(*Generation(exchange.request).upto(3), last)
+        await exchange.send(Generation(exchange.request).token(3).replace(b'"index":0', b'"index":1'))
+        await exchange.cut()
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        a.script = one_ends
+        data = await running.stream(n=2)
+        assert (data.count(b'"finish_reason":"'), data.count(b'"error"'), data.count(b"[DONE]")) == (1, 1, 0)
+        assert not b.received
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_resumed_stream_is_one_reply(path: str, start_gateway: StartGateway) -> None:
+    """F07: the instance that goes on gets the same body, budgets and seeds included, and the tokens as output.
+    F13, F14: id, creation time, role, usage and the one finish are as if it had never moved.
+    F25: what was sent is not sent again, and the attempt is counted once."""
+    prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    budgets = {"max_tokens": 10, "min_tokens": 8, "ignore_eos": True}
+    sampling = {"frequency_penalty": 1.5, "seed": 7, "temperature": 1}
+    running_usage = {"include_usage": True, "continuous_usage_stats": True}
+    for options in (None, {"include_usage": True}, running_usage):
+        body = {"model": MODEL, "stream": True, "stream_options": options} | prompt | budgets | sampling
+        async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+            b.created = 5
+            unmoved = normal((await running.client.post(path, json=body)).content)
+            for tokens in (1, 4, 9):
+                a.script = loses_after(tokens, "cut")
+                b.resumes.clear()
+                before = running.gateway.counters.get("requests_resumed")
+                assert normal((await running.client.post(path, json=body)).content) == unmoved
+                assert a.received[-1].body == b.received[-1].body
+                assert [resume.output_token_ids for resume in b.resumes.values()] == [token_ids(0, tokens)]
+                assert running.gateway.counters.get("requests_resumed") == before + 1
+            a.script = loses_after(10, "cut")  # All of them, and their finish.
+            received, usage = len(b.received), bool(options)
+            data = normal((await running.client.post(path, json=body)).content)
+            assert len(b.received) == received
+            assert data.count(b'"finish_reason":"length"') == 1
+            assert (data == unmoved) != usage  # A usage that never came is not made up.
+            assert (data.count(b'"error"'), data.count(b"[DONE]")) == ((1, 0) if usage else (0, 1))
 
 
 async def test_a_stream_that_lacks_only_done_is_ended_without_a_second_finish(start_gateway: StartGateway) -> None:
@@ -267,22 +361,6 @@ async def test_a_source_that_dies_while_moving_is_resumed_from_our_tokens(start_
 
         a.script = dies
         assert normal(await running.stream()) == unmoved
-
-
-async def test_a_stream_survives_two_losses_in_a_row(start_gateway: StartGateway) -> None:
-    async with instances("a", "b", "c") as (a, b, c), start_gateway(a, b, c) as running:
-        unmoved = normal(await running.stream())
-
-        async def resumed_then_lost(exchange: Exchange) -> None:
-            resume_id = exchange.request.resume_id
-            await exchange.start(200, {"x-kvferry-resumed": f"{resume_id} 2"})
-            await exchange.send(Generation(exchange.request).token(2))
-            await exchange.cut()
-
-        a.script, b.script = loses_after(2, "cut"), resumed_then_lost
-        assert normal(await running.stream()) == unmoved
-        ((_, resume),) = c.resumes.items()
-        assert resume.output_token_ids == token_ids(0, 3)
 
 
 async def test_counts_are_given_back_on_every_way_out(start_gateway: StartGateway) -> None:
@@ -413,3 +491,112 @@ async def test_an_event_that_cannot_be_read_is_a_lost_leg(ids: bytes, start_gate
         a.script = script
         assert normal(await running.stream()) == unmoved
         assert b.received[-1].resume_id is not None
+
+
+OWN_FAILURES = {
+    "engine dead": (
+        500,
+        b'data: {"error":{"message":"dead","type":"InternalServerError","param":null,"code":500}}\n\n',
+    ),
+    "shutting down": (503, b'data: {"error": {"message":"no","type":"X","param":null,"code":"503"}}\n\n'),
+}
+
+
+def fails_after(tokens: int | None, event: bytes) -> Script:
+    """Says within its stream that it has failed, and ends it as vLLM does. ``None``: before anything else."""
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.start()
+        said = [] if tokens is None else Generation(exchange.request).upto(tokens)
+        await exchange.send(*said[:-1], b"".join([*said[-1:], event]), b"data: [DONE]\n\n")
+        await exchange.finish()
+
+    return script
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_an_instances_failure_within_its_stream_is_a_lost_leg(path: str, start_gateway: StartGateway) -> None:
+    prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    body = {"model": MODEL, "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True}, **prompt}
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        unmoved = normal((await running.client.post(path, json=body)).content)
+        for _, event in OWN_FAILURES.values():
+            for tokens in (None, 0, 1, 7):
+                a.script = fails_after(tokens, event)
+                b.resumes.clear()
+                assert normal((await running.client.post(path, json=body)).content) == unmoved, (tokens, event)
+                if tokens:
+                    assert [resume.output_token_ids for resume in b.resumes.values()] == [token_ids(0, tokens)]
+
+
+@pytest.mark.parametrize("failure", OWN_FAILURES)
+async def test_an_instances_failure_within_its_stream_is_passed_on_once_when_nobody_can_go_on(
+    failure: str, start_gateway: StartGateway
+) -> None:
+    status, event = OWN_FAILURES[failure]
+    async with instances("a") as (a,), start_gateway(a) as running:
+        a.script = fails_after(3, event)
+        data = await running.stream()
+        assert data.endswith(event)
+        assert (data.count(b"error"), data.count(b"[DONE]"), data.count(b'"finish_reason":"')) == (1, 0, 0)
+        assert data.count(b'"content":" w') == 3
+        a.script = fails_after(None, event)
+        response = await running.chat(stream=True)
+        assert (response.status_code, response.content) == (status, event.removeprefix(b"data: ").rstrip())
+
+
+def aborted(block: bytes) -> bytes:
+    """As a vLLM server ends its requests that has got SIGTERM."""
+    return block.replace(b'"finish_reason":null', b'"finish_reason":"abort"').replace(b" w", b"")
+
+
+async def test_an_abort_that_nobody_asked_for_is_a_lost_leg(start_gateway: StartGateway) -> None:
+    async def aborts(exchange: Exchange) -> None:
+        generation = Generation(exchange.request)
+        if exchange.request.json.get("stream"):
+            await exchange.start()
+            await exchange.send(*generation.upto(3), aborted(generation.token(3)), b"data: [DONE]\n\n")
+            await exchange.finish()
+        else:
+            whole = generation.whole()
+            whole["choices"][0]["finish_reason"] = "abort"
+            await exchange.json(200, whole)
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        unmoved, whole = normal(await running.stream()), normal((await running.chat()).content)
+        a.script = aborts
+        assert normal(await running.stream()) == unmoved
+        assert normal((await running.chat()).content) == whole
+        b.script = aborts
+        assert_honest_end(await running.stream(n=2), 3)
+        assert (await running.chat()).status_code == 502
+
+
+async def test_a_failure_after_hidden_tokens_is_one_error_event(start_gateway: StartGateway) -> None:
+    """With hidden reasoning vLLM tells no token ids, so nobody knows from where to go on."""
+
+    async def hides(exchange: Exchange) -> None:
+        shown = Generation(exchange.request).upto(3)
+        await exchange.start()
+        await exchange.send(*(block.replace(b'"token_ids":[', b'"token_ids":null,"was":[') for block in shown))
+        await exchange.cut()
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        a.script = hides
+        assert_honest_end(await running.stream(include_reasoning=False), 3)
+        assert not b.received
+
+
+@pytest.mark.parametrize("how", ["cut", "reset"])
+async def test_an_instance_that_dies_on_its_last_word_has_said_all(how: str, start_gateway: StartGateway) -> None:
+    async def no_done(exchange: Exchange) -> None:
+        await exchange.start()
+        await exchange.send(*Generation(exchange.request).rest()[:-1])
+        await asyncio.sleep(0.1)  # A reset would take with it what was not read yet.
+        await end(exchange, how)
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        unmoved = normal(await running.stream())
+        a.script = no_done
+        assert normal(await running.stream()) == unmoved
+        assert not b.received

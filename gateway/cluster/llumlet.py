@@ -32,9 +32,14 @@ class LlumletClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def health(self, url: str) -> None:
+    async def health(self, url: str, timeout_s: float | None = None) -> None:
+        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
         with _mapped(url):
-            _check(await self._http.get(f"{url}/health"))
+            _check(await self._http.get(f"{url}/health", timeout=timeout))
+
+    async def drain(self, url: str, draining: bool) -> None:
+        with _mapped(url):
+            _check(await self._http.post(f"{url}/llumlet/drain", json=wire.Drain(draining).to_json()))
 
     async def status(self, url: str) -> wire.Status:
         with _mapped(url):

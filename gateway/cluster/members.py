@@ -31,10 +31,32 @@ class Member:
     report: wire.Report | None = None
     reported_at: float = -math.inf
     """This process's monotonic clock. The instance's clock is never asked."""
+    heard_at: float = -math.inf
+    """When its API server last answered; its reports need the engine too, which may be in a long step."""
+    engine_dead: bool = False
+    """It says so itself."""
+    drain_ordered: bool = False
+    """By this gateway, just now: from the first report on that knows of it, the reports are right."""
+
+    @property
+    def draining(self) -> bool:
+        return self.drain_ordered or (self.report is not None and self.report.draining)
 
     @property
     def models(self) -> frozenset[str]:
         return frozenset(card["id"] for card in self.model_cards)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a reply may be silent, by what is known of its instance. Seconds."""
+
+    told_s: float
+    """Known to be lost: only as long as what it has sent before may still be on its way."""
+    hang_s: float
+    """Nothing of the instance is heard."""
+    engine_s: float
+    """Its API server is heard, its engine is not."""
 
 
 class Members:
@@ -78,6 +100,38 @@ class Members:
             return
         if member.report is None or report.sequence > member.report.sequence:
             member.report, member.reported_at = report, now
+            member.drain_ordered &= not report.draining
+
+    def heard(self, url: str, engine_dead: bool, now: float) -> None:
+        """Its API server has answered, if only that its engine is dead."""
+        for member in self._by_id.values():
+            if member.instance.url == url:
+                member.heard_at, member.engine_dead = now, engine_dead
+        if engine_dead:
+            self.lost(url, "its engine is dead")
+
+    def is_draining(self, instance_id: str) -> bool:
+        member = self._by_id.get(instance_id)
+        return member is not None and member.draining
+
+    def drain_ordered(self, instance_id: str, draining: bool) -> None:
+        """Nothing is sent there from now on, not only from its next report on."""
+        if instance_id in self._by_id:
+            self._by_id[instance_id].drain_ordered = draining
+
+    def why_gone(self, instance: Instance, silent_s: float, patience: Patience, now: float) -> str | None:
+        """Why a reply of ``instance``, silent for so long, will not come; ``None`` if it may. A long prefill is silent
+        too, but then the API server answers ``/health``, and the engine reports between two steps."""
+        member = self._by_id.get(instance.instance_id)
+        if member is None or member.instance != instance:
+            return "has been restarted" if silent_s >= patience.told_s else None
+        if member.engine_dead:
+            return "says that its engine is dead" if silent_s >= patience.told_s else None
+        if min(silent_s, now - max(member.heard_at, member.reported_at)) >= patience.hang_s:
+            return "does not answer"
+        if min(silent_s, now - member.reported_at) >= patience.engine_s:
+            return "has an engine that does nothing"
+        return None
 
     def is_stale(self, member: Member, now: float) -> bool:
         return now - member.reported_at > self._report_stale_s
@@ -109,16 +163,18 @@ def _view(member: Member, stale: bool) -> InstanceView:
         models=member.models,
         healthy=member.healthy,
         stale=stale,
-        draining=report.draining,
+        draining=member.draining,
         kv_format=report.kv_format,
         block_size=max(report.block_size, 1),
         blocks_total=report.blocks_total,
-        virtual_usage_blocks=math.inf if report.virtual_usage_blocks is None else report.virtual_usage_blocks,
+        virtual_usage_blocks=(
+            math.inf if member.draining or report.virtual_usage_blocks is None else report.virtual_usage_blocks
+        ),
         head_of_line_blocks=report.head_of_line_blocks,
         queued_blocks=report.queued_blocks,
         requests_running=report.requests_running,
         requests_waiting=report.requests_waiting,
-        freeness_steps=-math.inf if report.freeness_steps is None else report.freeness_steps,
+        freeness_steps=-math.inf if member.draining or report.freeness_steps is None else report.freeness_steps,
     )
 
 

@@ -16,6 +16,7 @@ from gateway.openai import sse
 _TOKEN_IDS = re.compile(rb'"token_ids"\s*:\s*(\[[\d\s,]*\])')
 _HIDDEN_IDS = re.compile(rb'("(?:prompt_)?token_ids"\s*:\s*)\[[\d\s,]*\]')
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
+_ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 _ERROR = re.compile(rb'\s*\{\s*"error"\s*:\s*[{"]')
@@ -56,6 +57,8 @@ class Chunk:
     finished: bool
     usage: bool
     error: bool
+    failure: int | None
+    """HTTP status of a failure that is the instance's own: see :func:`failure`."""
     empty: bool
     """A delta with nothing in it, which exists only because the gateway asked for token ids."""
 
@@ -86,14 +89,16 @@ def _read_event(block: bytes) -> Done | Other | Chunk:
     if payload == b"[DONE]":
         return Done(block)
     ids = _TOKEN_IDS.search(payload)
+    finished, error = _FINISH.search(payload) is not None, _ERROR.match(payload) is not None
     return Chunk(
         block=block,
         has_choice=_CHOICE.search(payload) is not None,
         role=_ROLE_DELTA.search(payload) is not None,
         token_ids=None if ids is None else _integers(ids[1]),
-        finished=_FINISH.search(payload) is not None,
+        finished=finished,
         usage=_USAGE.search(payload) is not None,
-        error=_ERROR.match(payload) is not None,
+        error=error,
+        failure=failure(payload) if finished or error else None,
         empty=_EMPTY_DELTA.search(payload) is not None,
     )
 
@@ -104,6 +109,23 @@ def _integers(text: bytes) -> list[int]:
     except ValueError as error:
         raise MalformedEvent("an event whose token ids cannot be read") from error
     return ids
+
+
+def failure(payload: bytes) -> int | None:
+    """The status of an instance's own failure in a reply that began well; ``None`` if it says none.
+
+    An error of the 5xx class, as vLLM sends when its engine dies; or a finish that says aborted, as a server that
+    shuts down does. The gateway's only way to abort is to close the connection, so nobody has asked for that one.
+    """
+    if _ABORTED.search(payload) is not None:
+        return 502
+    if _ERROR.match(payload) is None:
+        return None
+    try:
+        status = int(json.loads(payload)["error"]["code"])
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return None
+    return status if 500 <= status <= 599 else None
 
 
 def hide_token_ids(block: bytes) -> bytes:

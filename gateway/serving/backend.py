@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,7 +18,7 @@ from multidict import CIMultiDictProxy
 from gateway import wire
 from gateway.cluster.members import Instance
 from gateway.config import Budgets
-from gateway.errors import LegCut, LegError, LegTimeout, LegUnreachable, ResumeFailed, WholeReply
+from gateway.errors import LegCut, LegError, LegNotConnected, LegTimeout, LegUnreachable, ResumeFailed, WholeReply
 
 CONNECTIONS_MAX = 4096
 LARGE_BODY_BYTES = 256 * 1024
@@ -81,13 +82,14 @@ class Leg:
 
     def __init__(
         self,
-        instance_id: str,
+        instance: Instance,
         opening: asyncio.Task[aiohttp.ClientResponse | LegError],
         resumption: Resumption | None,
         budgets: Budgets,
         release: Callable[[], None],
     ) -> None:
-        self.instance_id = instance_id
+        self.instance = instance
+        self.instance_id = instance.instance_id
         self.resumption = resumption
         self.head_budget_s: float | None = None
         """Set on the leg of a request that has moved: it is decoding already, so its head and first event are due."""
@@ -95,6 +97,9 @@ class Leg:
         self._budgets = budgets
         self._release = release
         self._read_once = False
+        self._wait: asyncio.Timeout | None = None
+        self._silent_since = 0.0
+        self._given_up: str | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -125,8 +130,8 @@ class Leg:
         live = self._read_once or self.head_budget_s is not None
         budget_s = self._budgets.event_gap_s if live else self._budgets.first_byte_s
         try:
-            with _mapped(self.instance_id, "between events"):
-                async with asyncio.timeout(budget_s):
+            with self._waiting(budget_s, "between events") as wait:
+                async with wait:
                     data = await response.content.readany()
         except LegCut:
             if not (data := _arrived(response.content)):
@@ -139,9 +144,10 @@ class Leg:
         response = await self._response()
         parts: list[bytes] = []
         size = 0
-        with _mapped(self.instance_id, "within its reply"):
-            async with asyncio.timeout(self._budgets.whole_reply_s):
+        with self._waiting(self._budgets.whole_reply_s, "within its reply") as wait:
+            async with wait:
                 while part := await response.content.readany():
+                    self._silent_since = time.monotonic()
                     parts.append(part)
                     size += len(part)
                     if size > bytes_max:
@@ -150,13 +156,37 @@ class Leg:
 
     async def _response(self) -> aiohttp.ClientResponse:
         if not self._opening.done():
-            with _mapped(self.instance_id, "before its reply"):
-                async with asyncio.timeout(self.head_budget_s):
+            with self._waiting(self.head_budget_s, "before its reply") as wait:
+                async with wait:
                     await asyncio.wait({self._opening})
         opened = self._opening.result()
         if isinstance(opened, LegError):
             raise opened
         return opened
+
+    def silent_s(self, now: float) -> float:
+        """For how long someone has waited here in vain; 0 while nobody waits, as when the client is slow to read."""
+        return now - self._silent_since if self._wait is not None else 0.0
+
+    def give_up(self, why: str) -> None:
+        """Ends the wait that is under way, as if its time were up: ``why`` completes "The instance ..."."""
+        if self._wait is not None and not self._wait.expired():
+            self._given_up = why
+            self._wait.reschedule(asyncio.get_running_loop().time())
+
+    @contextlib.contextmanager
+    def _waiting(self, budget_s: float | None, when: str) -> Iterator[asyncio.Timeout]:
+        self._silent_since = time.monotonic()
+        self._wait = wait = asyncio.timeout(budget_s)
+        try:
+            with _mapped(self.instance_id, when):
+                yield wait
+        except LegTimeout as error:
+            if self._given_up is None:
+                raise
+            raise LegTimeout(self.instance_id, f"The instance {self._given_up}.") from error
+        finally:
+            self._wait = None
 
 
 class Backend:
@@ -171,6 +201,11 @@ class Backend:
         self._connections_max = connections_max
         self._pools: dict[str, tuple[Instance, aiohttp.ClientSession]] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._legs: set[Leg] = set()
+
+    def legs(self) -> list[Leg]:
+        """All that are not closed."""
+        return list(self._legs)
 
     def open(
         self,
@@ -187,7 +222,14 @@ class Backend:
             headers.append((wire.RESUME_HEADER, resumption.resume_id))
         head_s = self._budgets.first_byte_s if stream else self._budgets.whole_reply_s
         opening = asyncio.create_task(self._post(instance, call.path, call.body, headers, head_s))
-        return Leg(instance.instance_id, opening, resumption, self._budgets, release)
+
+        def closed() -> None:
+            self._legs.discard(leg)
+            release()
+
+        leg = Leg(instance, opening, resumption, self._budgets, closed)
+        self._legs.add(leg)
+        return leg
 
     async def put_resume(self, instance: Instance, resume_id: str, resume: wire.Resume) -> None:
         """Gives the instance the tokens that a leg opened next under ``resume_id`` is to go on from."""
@@ -260,6 +302,8 @@ def _mapped(instance_id: str, when: str) -> Iterator[None]:
         yield
     except aiohttp.ClientConnectorError as error:
         raise LegUnreachable(instance_id, "The instance could not be reached.") from error
+    except aiohttp.ConnectionTimeoutError as error:
+        raise LegNotConnected(instance_id, "The instance could not be reached in time.") from error
     except TimeoutError as error:
         raise LegTimeout(instance_id, f"The instance was silent for too long {when}.") from error
     except (aiohttp.ClientError, OSError) as error:

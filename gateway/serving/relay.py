@@ -10,7 +10,7 @@ from typing import assert_never
 
 from gateway import wire
 from gateway.config import Budgets, Limits
-from gateway.errors import LegCut, LegError, ResumeFailed
+from gateway.errors import LegCut, LegError, LegRefused, ResumeFailed, WholeReply
 from gateway.openai import events, sse
 from gateway.openai.events import Chunk, Done, Other, StreamItem
 from gateway.serving.backend import Head, Leg, Resumption
@@ -58,9 +58,12 @@ class Relay:
                 return await self._stream(leg, head, session, prebound, reply)
             return await self._whole(leg, session, reply)
         except LegError as error:
-            if session.outcome != "failed":
+            if session.is_complete:  # It has died on its last word, and the client has all the others.
+                session.end("done")
+                await reply.write(sse.DONE)
+            elif session.outcome != "failed":
                 return Lost(error)
-            await reply.end()  # The instance has said so itself, and that was passed on: nothing may follow it.
+            await reply.end()  # The instance may have said itself that it failed: nothing may follow that.
             return Ended()
 
     async def _whole(self, leg: Leg, session: Session, reply: Reply) -> Outcome:
@@ -68,7 +71,9 @@ class Relay:
         whole = await leg.whole(self._limits.reply_bytes)
         message = f"The instance answered with HTTP {whole.status}."
         if whole.status >= 500:
-            return Lost(LegError(leg.instance_id, message, reply=whole))
+            return Lost(_failed(leg.instance_id, message, whole))
+        if whole.status < 300 and events.failure(whole.body) is not None:
+            return Lost(LegError(leg.instance_id, "The instance aborted the request."))
         if reply.started:
             return Lost(LegError(leg.instance_id, message, instance_at_fault=False))
         session.end("done" if whole.status < 400 else "refused")
@@ -114,6 +119,9 @@ class Relay:
         count = 0
         for item in items:
             match item:
+                case Chunk(failure=int() as status):
+                    await self._write(out, count, session, head, reply)
+                    return Lost(_failed_within(leg.instance_id, item, status))
                 case Chunk():
                     shown = self._show(item, leg, session)
                     count += shown is not None
@@ -169,6 +177,21 @@ class Relay:
 
 def _items(blocks: list[bytes]) -> list[StreamItem]:
     return [item for block in blocks for item in events.read_block(block)]
+
+
+def _failed(instance_id: str, message: str, whole: WholeReply, event: bytes | None = None) -> LegError:
+    """503 is what an instance says that is too busy or shuts down: it has not died of the request."""
+    kind = LegRefused if whole.status == 503 else LegError
+    return kind(instance_id, message, reply=whole, event=event)
+
+
+def _failed_within(instance_id: str, chunk: Chunk, status: int) -> LegError:
+    """An instance's own failure in the middle of its stream: its words are kept, for when nobody can go on."""
+    payload = sse.data(chunk.block)
+    if not chunk.error or payload is None:
+        return LegError(instance_id, "The instance aborted the request.")
+    whole = WholeReply(status, (("content-type", "application/json"),), payload)
+    return _failed(instance_id, f"The instance failed with {status} in its stream.", whole, chunk.block)
 
 
 def _moved(head: Head) -> wire.Moved | None:

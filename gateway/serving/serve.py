@@ -28,8 +28,10 @@ from gateway.serving.reply import Reply
 from gateway.serving.session import Move, Session, Sessions
 from gateway.telemetry import Counters, log
 
-FAILED_INSTANCES_MAX = 2
+DEATHS_MAX = 2
+"""Instances that may fail under one request. It may be what they failed of, so a third one is not tried."""
 LOSSES_MAX = 4
+"""Legs that may be lost in all: those too whose instance was out of reach or refused, for no fault of the request."""
 MOVES_MAX = 1_000
 """A bound against instances that pass a request round for ever."""
 
@@ -154,20 +156,24 @@ class Server:
         session.losses += 1
         if error.instance_at_fault:
             session.failed_instances.add(error.instance_id)
+            session.deaths += error.is_death
         self._counters.add("legs_lost")
         request, instance = session.request_id, error.instance_id
         log("leg_lost", level=logging.WARNING, request=request, instance=instance, reason=error.message)
 
 
 def _can_go_on(session: Session) -> bool:
-    if session.losses > LOSSES_MAX or len(session.failed_instances) > FAILED_INSTANCES_MAX:
+    if session.losses > LOSSES_MAX or session.deaths >= DEATHS_MAX:
         return False
     return session.events_sent == 0 or session.can_resume
 
 
 async def _fail(reply: Reply, error: GatewayError) -> None:
-    """An instance's own last word, where there is one and the client has heard nothing yet; else ours."""
+    """An instance's own last word, where there is one, as a status or as an event; else ours. Nothing follows it."""
     if isinstance(error, LegError) and error.reply is not None and not reply.started:
         await reply.whole(error.reply)
+    elif isinstance(error, LegError) and error.event is not None and not reply.ended:
+        await reply.write(error.event)
+        await reply.end()
     else:
         await reply.fail(error)

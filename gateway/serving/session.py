@@ -51,6 +51,7 @@ class Session:
     moves: list[Move] = field(default_factory=list)
     failed_instances: set[str] = field(default_factory=set)
     losses: int = 0
+    deaths: int = 0
     _gaps_ms: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_MAX))
     _event_at: float | None = None
     _pausing: Move | None = None
