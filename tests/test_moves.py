@@ -80,6 +80,23 @@ async def test_all_of_a_streams_bytes_may_come_at_once(start_gateway: StartGatew
         assert await stream(running) == unmoved
 
 
+async def test_a_stream_moves_while_its_reasoning_is_hidden(start_gateway: StartGateway) -> None:
+    """Nothing but the role has been shown, so the instance's count of tokens is the only one there is."""
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+
+        async def source(exchange: Exchange) -> None:
+            await exchange.start()
+            b.commit("m1", 3)
+            await exchange.send(Generation(exchange.request).role(), prebind(b), moved(b, 3))
+            await exchange.finish()
+
+        a.script = source
+        reply = await stream(running, include_reasoning=False)
+        assert reply.count(b'finish_reason":"length') == 1
+        assert [move["kind"] for move in await moves_of(running)] == ["migrated"]
+        assert not b.resumes, "a live move, not a resume"
+
+
 async def test_the_same_body_and_id_go_to_both_instances(start_gateway: StartGateway) -> None:
     async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
         a.script = moves_after(3, b)

@@ -37,6 +37,8 @@ class GenerateBody:
     wants_token_ids: bool
     wants_usage: bool
     resumable: bool
+    hides_reasoning: bool
+    """A server with a reasoning parser then shows no token ids, and no event at all while the model reasons."""
 
 
 def read_body(raw: bytes) -> GenerateBody:
@@ -55,6 +57,7 @@ def read_body(raw: bytes) -> GenerateBody:
         wants_token_ids=not adds_token_ids,
         wants_usage=_wants_usage(fields.get("stream_options")),
         resumable=_is_one_sequence(fields),
+        hides_reasoning="include_reasoning" in fields and not _is_true(fields["include_reasoning"]),
     )
 
 

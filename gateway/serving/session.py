@@ -88,7 +88,10 @@ class Session:
 
     def expected_tokens(self, said: int) -> int:
         """The number of tokens that the next leg must follow on: our own count, where we have one."""
-        return len(self.output_token_ids) if self.knows_all_tokens and self.body.stream else said
+        known = len(self.output_token_ids)
+        if not self.knows_all_tokens or not self.body.stream or (self.body.hides_reasoning and said > known):
+            return said
+        return known
 
     def sent(self, events: int, now: float) -> None:
         """``events`` of the reply went to the client together."""

@@ -45,6 +45,12 @@ def test_streams_alone_are_asked_for_their_tokens() -> None:
     assert body(stream=True, return_token_ids="odd").upstream == b'{"stream": true,"return_token_ids": "odd"}'
 
 
+def test_hidden_reasoning_is_known() -> None:
+    assert body(include_reasoning=False).hides_reasoning
+    assert not body(include_reasoning=True).hides_reasoning
+    assert not body().hides_reasoning
+
+
 def test_a_clients_priority_is_dropped_wherever_it_stands() -> None:
     assert json.loads(read_body(b'{"priority":1,"a":2,"priority":-9}').upstream) == {"a": 2}
 

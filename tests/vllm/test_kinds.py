@@ -116,6 +116,8 @@ async def test_hidden_reasoning_moves_though_the_gateway_sees_no_token_ids(clien
     assert len(alone.text) > 100
     moved = await client.moved_after_events(CHAT, alone, events=60, **body)
     assert_same_message(moved, alone)
+    moved = await client.moved_after_events(CHAT, alone, events=1, **body)  # The role: the reasoning is not shown.
+    assert_same_message(moved, alone)
 
 
 async def test_a_grammar_that_begins_after_the_reasoning(client: Client) -> None:
