@@ -14,10 +14,11 @@ import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -331,55 +332,101 @@ def worker_blocks_total(worker: Any) -> int:
 class TensorBlockStore:
     """A BlockStore over KV cache tensors of shape (blocks * kernel blocks a block, ...), as vLLM lays them out.
 
-    On a GPU the copies run on a side stream, so that they do not wait for a step. (Not tested on a GPU.)
+    In main memory NumPy copies, one thread and no more, without the GIL: torch would spread each copy over a team of
+    OpenMP threads of its own, bound to the cores on which the model runs. On a GPU the copies run on a side stream, so
+    that they do not wait for a step, from and to pinned memory. (Not tested on a GPU.)
     """
 
     def __init__(self, caches: Sequence[torch.Tensor], blocks_total: int) -> None:
         self.blocks_total = blocks_total
-        self._views = []
+        self._layers: list[Layer] = []
+        self.layout = []
         for cache in caches:
             per_block, remainder = divmod(cache.shape[0], blocks_total)
             if remainder or per_block == 0:
                 raise UnknownLayout(
                     f"a KV cache of shape {tuple(cache.shape)} does not divide into {blocks_total} blocks"
                 )
-            self._views.append(cache.unflatten(0, (blocks_total, per_block)))
-        self._layer_bytes = [view[0].numel() * view.element_size() for view in self._views]
-        self.block_bytes = sum(self._layer_bytes)
-        self.layout = [[list(view.shape[1:]), str(view.dtype)] for view in self._views]
+            view = cache.unflatten(0, (blocks_total, per_block))
+            in_plain_rows = view.device.type == "cpu" and view.is_contiguous()
+            self._layers.append(PlainLayer(view) if in_plain_rows else TensorLayer(view))
+            self.layout.append([list(view.shape[1:]), str(view.dtype)])
+        self.block_bytes = sum(layer.block_bytes for layer in self._layers)
         device = caches[0].device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    def allocate(self, size_bytes: int) -> memoryview:
+        return memoryview(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._stream is not None).numpy())
 
-    def gather(self, block_ids: Sequence[int]) -> memoryview:
-        data = torch.empty(len(block_ids) * self.block_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+    def gather(self, block_ids: Sequence[int], out: memoryview) -> None:
         with self._on_stream():
-            for part, view in self._parts(data, len(block_ids)):
-                index = torch.tensor(block_ids, device=view.device)
-                part.copy_(view.index_select(0, index).reshape(-1).view(torch.uint8), non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
-        return memoryview(data.numpy())
+            for layer, part in self._parts(out, len(block_ids)):
+                layer.gather(block_ids, part)
 
-    def scatter(self, block_ids: Sequence[int], data: bytes | bytearray | memoryview) -> None:
-        source = torch.frombuffer(data, dtype=torch.uint8)
+    def scatter(self, block_ids: Sequence[int], data: memoryview) -> None:
         with self._on_stream():
-            for part, view in self._parts(source, len(block_ids)):
-                index = torch.tensor(block_ids, device=view.device)
-                blocks = part.to(view.device).view(view.dtype).view(len(block_ids), *view.shape[1:])
-                view.index_copy_(0, index, blocks)
-        if self._stream is not None:
-            self._stream.synchronize()
+            for layer, part in self._parts(data, len(block_ids)):
+                layer.scatter(block_ids, part)
 
-    def _parts(self, data: torch.Tensor, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each layer's run of bytes in a buffer of ``count`` blocks, with the layer's tensor."""
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:  # Whatever happens, nothing copies from or to the buffer any more.
+                self._stream.synchronize()
+
+    def _parts(self, data: memoryview, count: int) -> Iterator[tuple[Layer, memoryview]]:
+        """Each layer, with its run of bytes in a buffer of ``count`` blocks."""
         start = 0
-        for layer_bytes, view in zip(self._layer_bytes, self._views, strict=True):
-            end = start + layer_bytes * count
-            yield data[start:end], view
+        for layer in self._layers:
+            end = start + layer.block_bytes * count
+            yield layer, data[start:end]
             start = end
+
+
+class PlainLayer:
+    """One layer whose blocks lie one after the other in main memory."""
+
+    def __init__(self, view: torch.Tensor) -> None:
+        self._rows = view.flatten(1).view(torch.uint8).numpy()
+        self.block_bytes = int(self._rows.shape[1])
+
+    def gather(self, block_ids: Sequence[int], out: memoryview) -> None:
+        # mode: any but the default, which would copy once more; the ids were checked.
+        numpy.take(self._rows, block_ids, axis=0, out=self._in_rows(out), mode="clip")
+
+    def scatter(self, block_ids: Sequence[int], data: memoryview) -> None:
+        self._rows[block_ids] = self._in_rows(data)
+
+    def _in_rows(self, data: memoryview) -> Any:
+        return numpy.frombuffer(data, dtype=numpy.uint8).reshape(-1, self.block_bytes)
+
+
+class TensorLayer:
+    """One layer on a GPU, or whose blocks are not contiguous."""
+
+    def __init__(self, view: torch.Tensor) -> None:
+        self._view = view
+        self.block_bytes = int(view[0].numel() * view.element_size())
+
+    def gather(self, block_ids: Sequence[int], out: memoryview) -> None:
+        blocks = self._view.index_select(0, self._index(block_ids))
+        torch.frombuffer(out, dtype=torch.uint8).copy_(blocks.reshape(-1).view(torch.uint8), non_blocking=True)
+
+    def scatter(self, block_ids: Sequence[int], data: memoryview) -> None:
+        part = torch.frombuffer(data, dtype=torch.uint8).to(self._view.device, non_blocking=True)
+        blocks = part.view(self._view.dtype).view(len(block_ids), *self._view.shape[1:])
+        self._view.index_copy_(0, self._index(block_ids), blocks)
+
+    def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(block_ids, device=self._view.device)
+
+
+Layer = PlainLayer | TensorLayer
 
 
 def install_input_batch_split() -> None:
@@ -660,7 +707,6 @@ def finish_reply(engine_client: Any, state: RequestState, reason: str, stop_reas
 
 
 def _replay_logprobs(processor: Any, token_ids: list[int], logprobs: list[Any] | None) -> None:
-    import numpy
     from vllm.logprobs import Logprob
     from vllm.v1.outputs import LogprobsLists
 

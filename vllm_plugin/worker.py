@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_plugin import compat
+from vllm_plugin.affinity import run_beside_the_model
 from vllm_plugin.transfer import KvAgent
 
 
@@ -25,7 +26,7 @@ class WorkerExtension:
             return {"port": None, "reason": str(error)}
         if self.kvferry_agent is not None:
             self.kvferry_agent.close()
-        self.kvferry_agent = KvAgent(store, control_token, host)
+        self.kvferry_agent = KvAgent(store, control_token, host, run_beside_the_model)
         return {"port": self.kvferry_agent.port, "layout": store.layout, "reason": None}
 
     def kvferry_block_store(self) -> compat.TensorBlockStore:

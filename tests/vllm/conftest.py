@@ -12,6 +12,8 @@ from loadtest.stack import Stack
 from tests.vllm.client import CORRUPT_VARIABLE, Client
 
 ROOT = Path(__file__).resolve().parents[2]
+SHARED_STACK = pytest.StashKey[Stack]()
+"""For tests that start servers of their own: they end these first, as no machine is asked to hold more than two."""
 
 
 @pytest.fixture(scope="session")
@@ -32,12 +34,13 @@ SERVER_ARGUMENTS = [
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def stack(corruption_flag: Path) -> AsyncIterator[Stack]:
+async def stack(corruption_flag: Path, request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
     async with Stack(
         instances=2,
         vllm_arguments=SERVER_ARGUMENTS,
         vllm_environment={CORRUPT_VARIABLE: str(corruption_flag), "PYTHONPATH": str(ROOT)},
     ) as stack:
+        request.session.stash[SHARED_STACK] = stack
         yield stack
 
 

@@ -12,8 +12,9 @@ from vllm_plugin.worker import WorkerExtension
 
 
 class CorruptingStore(compat.TensorBlockStore):
-    def scatter(self, block_ids: Sequence[int], data: bytes | bytearray | memoryview) -> None:
-        super().scatter(block_ids, bytearray(len(data)) if Path(os.environ[CORRUPT_VARIABLE]).exists() else data)
+    def scatter(self, block_ids: Sequence[int], data: memoryview) -> None:
+        zeros = Path(os.environ[CORRUPT_VARIABLE]).exists()
+        super().scatter(block_ids, memoryview(bytearray(len(data))) if zeros else data)
 
 
 class CorruptingExtension(WorkerExtension):

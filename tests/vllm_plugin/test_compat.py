@@ -111,9 +111,9 @@ def test_blocks_of_all_layers_are_copied_and_no_other_byte_changes(compat: Modul
     before = [layer.clone() for layer in destination]
     from_store, to_store = compat.TensorBlockStore(source, 8), compat.TensorBlockStore(destination, 8)
     assert from_store.block_bytes == 2 * 4 * 3 * 4 + 2 * 5 * 2
-    data = from_store.gather([6, 1])
-    assert len(data) == 2 * from_store.block_bytes
-    to_store.scatter([3, 4], bytearray(data))
+    data = from_store.allocate(2 * from_store.block_bytes)
+    from_store.gather([6, 1], data)
+    to_store.scatter([3, 4], data)
     assert torch.equal(destination[0][[3, 4]], source[0][[6, 1]])
     assert torch.equal(destination[1][6:10], torch.cat([source[1][12:14], source[1][2:4]]))
     untouched = [0, 1, 2, 5, 6, 7]

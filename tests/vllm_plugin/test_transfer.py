@@ -7,8 +7,10 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 import zlib
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -35,10 +37,13 @@ class MemoryStore:
         self.block_bytes = block_bytes
         self.blocks = [bytes([index]) * block_bytes for index in range(blocks)]
 
-    def gather(self, block_ids: Sequence[int]) -> bytes:
-        return b"".join(self.blocks[block] for block in block_ids)
+    def allocate(self, size_bytes: int) -> memoryview:
+        return memoryview(bytearray(size_bytes))
 
-    def scatter(self, block_ids: Sequence[int], data: bytes | bytearray | memoryview) -> None:
+    def gather(self, block_ids: Sequence[int], out: memoryview) -> None:
+        out[:] = b"".join(self.blocks[block] for block in block_ids)
+
+    def scatter(self, block_ids: Sequence[int], data: memoryview) -> None:
         for index, block in enumerate(block_ids):
             self.blocks[block] = bytes(data[index * self.block_bytes : (index + 1) * self.block_bytes])
 
@@ -125,11 +130,18 @@ async def test_a_grant_ends_when_it_is_revoked_or_its_time_is_over(pair: Pair) -
     await pair.grant([3])
     await pair.pull([3], [0])
     await pair.source_client.order(5, op="revoke", token="t")
-    with pytest.raises(TransferError, match="not granted"):
+    with pytest.raises(TransferError):  # The connection has ended with its grant, and a new one is not admitted.
         await pair.pull([3], [0])
+    with pytest.raises(TransferError, match="answered"):
+        await pair.pull([3], [0], migration="m1")
+    await pair.grant([3], token="short", ttl_s=0.2)
+    await pair.pull([3], [0], token="short", migration="m2")
+    await asyncio.sleep(0.25)
+    with pytest.raises(TransferError, match="not granted"):
+        await pair.pull([3], [0], token="short", migration="m2")
     await pair.grant([3], token="short", ttl_s=0.0)
     with pytest.raises(TransferError, match="answered"):
-        await pair.pull([3], [0], token="short", migration="m2")
+        await pair.pull([3], [0], token="short", migration="m3")
 
 
 async def test_orders_need_the_control_token(pair: Pair) -> None:
@@ -308,3 +320,240 @@ async def test_nothing_is_written_after_a_pull_has_been_given_up(pair: Pair) -> 
         go.set()
         await asyncio.to_thread(thread.join)
         listener.close()
+
+
+# Both sides end, whatever the other does.
+
+LARGE_BLOCK = CHUNK_BYTES_MAX // 2
+BLOCKS = 24
+
+
+@pytest.fixture
+async def large(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+    """A pair whose whole store is twelve chunks, with limits that a test can wait for; afterwards nothing is left."""
+    monkeypatch.setattr(transfer, "SOCKET_TIMEOUT_S", 0.5)
+    threads = set(threading.enumerate())
+    pair = Pair(BLOCKS, LARGE_BLOCK)
+    yield pair
+    pair.close()
+    await asyncio.sleep(0)  # The clients' transports close in the loop.
+    assert {
+        thread.name for thread in set(threading.enumerate()) - threads if thread.name.startswith("kvferry")
+    } == set()
+    for agent in (pair.source, pair.destination):
+        assert "0 connections" in repr(agent)
+        assert "0 sources, 0 buffers" in repr(agent)
+
+
+async def until(agent: KvAgent, says: str) -> None:
+    async with asyncio.timeout(5):
+        while says not in repr(agent):
+            await asyncio.sleep(0.01)
+
+
+def overlap_threads() -> int:
+    return sum(thread.name.startswith("kvferry-overlap") for thread in threading.enumerate())
+
+
+def read_on_one_connection(pair: Pair, token: str = "t") -> socket.socket:
+    """A peer that asks for everything; what it does with the answer is the test's."""
+    connection = socket.create_connection((HOST, pair.source.port))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    send_message(connection, {"role": "read", "token": token})
+    receive_message(connection)
+    send_message(connection, {"blocks": list(range(BLOCKS))})
+    return connection
+
+
+async def test_one_chunk_is_copied_while_another_is_on_the_wire(large: Pair) -> None:
+    """Each side's copies need not wait for the other's: the whole takes less than all the parts together."""
+    copy_s = 0.03
+    for store in (large.source_store, large.destination_store):
+        make_slow(store, copy_s)
+    await large.grant(list(range(BLOCKS)))
+    started = time.monotonic()
+    await large.pull(list(range(BLOCKS)), list(range(BLOCKS)))
+    assert time.monotonic() - started < 2 * 12 * copy_s
+    assert large.destination_store.blocks == large.source_store.blocks
+
+
+def make_slow(store: MemoryStore, copy_s: float) -> None:
+    gather, scatter = store.gather, store.scatter
+
+    def slow_gather(block_ids: Sequence[int], out: memoryview) -> None:
+        time.sleep(copy_s)
+        gather(block_ids, out)
+
+    def slow_scatter(block_ids: Sequence[int], data: memoryview) -> None:
+        time.sleep(copy_s)
+        scatter(block_ids, data)
+
+    store.gather, store.scatter = slow_gather, slow_scatter  # type: ignore[method-assign]
+
+
+async def test_buffers_are_made_once_and_used_again(large: Pair) -> None:
+    allocated: list[int] = []
+
+    def allocate(size_bytes: int) -> memoryview:
+        allocated.append(size_bytes)
+        return memoryview(bytearray(size_bytes))
+
+    large.source._buffers._allocate = allocate
+    await large.grant(list(range(BLOCKS)))
+    for _ in range(3):
+        await large.pull(list(range(BLOCKS)), list(range(BLOCKS)))
+    assert allocated == [CHUNK_BYTES_MAX] * 2
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 5])
+async def test_a_source_lets_go_of_a_reader_that_dies(large: Pair, chunks: int) -> None:
+    await large.grant(list(range(BLOCKS)))
+    connection = await asyncio.to_thread(read_on_one_connection, large)
+    for _ in range(chunks * CHUNK_BYTES_MAX // 65536):
+        await asyncio.to_thread(connection.recv, 65536, socket.MSG_WAITALL)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    await until(large.source, "1 connections")  # Its llumlet's.
+    await until(large.source, "0 buffers")
+    assert overlap_threads() == 0
+
+
+async def test_a_source_lets_go_of_a_reader_that_stops_reading(large: Pair) -> None:
+    await large.grant(list(range(BLOCKS)))
+    with await asyncio.to_thread(read_on_one_connection, large):
+        await until(large.source, "2 buffers")
+        await until(large.source, "1 connections")
+        await until(large.source, "0 buffers")
+        assert overlap_threads() == 0
+
+
+async def test_a_source_lets_go_of_a_reader_that_reads_too_slowly(large: Pair) -> None:
+    """A byte now and then resets no limit: it holds for the chunk as a whole."""
+    await large.grant(list(range(BLOCKS)))
+    with await asyncio.to_thread(read_on_one_connection, large) as connection:
+        async with asyncio.timeout(5):
+            while "1 connections" not in repr(large.source):
+                await asyncio.to_thread(connection.recv, 64)
+                await asyncio.sleep(0.02)
+
+
+async def test_revoking_a_grant_ends_what_reads_by_it(large: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A destination whose machine is gone says nothing: the source need not wait for a time limit."""
+    monkeypatch.setattr(transfer, "SOCKET_TIMEOUT_S", 60.0)
+    await large.grant(list(range(BLOCKS)))
+    with await asyncio.to_thread(read_on_one_connection, large):
+        await until(large.source, "2 buffers")
+        await large.source_client.order(5, op="revoke", token="t")
+        await until(large.source, "1 connections, 0 grants")
+        await until(large.source, "0 buffers")
+
+
+class StallingSource(FaultySource):
+    """Sends what it has, then nothing, without ending the connection."""
+
+    def __init__(self, reply: bytes, every_s: float | None = None) -> None:
+        self.go = threading.Event()
+        self._every_s = every_s
+        super().__init__(reply, LARGE_BLOCK)
+
+    def _serve(self) -> None:
+        connection, _ = self._server.accept()
+        with connection, contextlib.suppress(OSError):
+            receive_message(connection)
+            send_message(connection, {"block_bytes": self._block_bytes})
+            receive_message(connection)
+            send_message(connection, {"bytes": BLOCKS * LARGE_BLOCK})
+            connection.sendall(self._reply)
+            while not self.go.wait(self._every_s):
+                connection.sendall(b"x")
+
+    def close(self) -> None:
+        self.go.set()
+        super().close()
+
+
+def chunk_of(byte: bytes) -> bytes:
+    data = byte * CHUNK_BYTES_MAX
+    return struct.pack(">II", len(data), zlib.crc32(data)) + data
+
+
+@pytest.mark.parametrize("every_s", [None, 0.02])
+async def test_a_destination_lets_go_of_a_source_that_stalls_or_trickles(large: Pair, every_s: float | None) -> None:
+    stalling = StallingSource(chunk_of(b"a") + chunk_of(b"b") + chunk_of(b"c")[:999], every_s)
+    try:
+        with pytest.raises(TransferError, match="too long"):
+            await large.pull(list(range(BLOCKS)), list(range(BLOCKS)), port=stalling.port)
+        assert "0 sources, 0 buffers" in repr(large.destination)
+        assert overlap_threads() == 0
+        assert large.destination_store.blocks[:4] == [b"a" * LARGE_BLOCK] * 2 + [b"b" * LARGE_BLOCK] * 2
+    finally:
+        stalling.close()
+
+
+async def test_giving_up_ends_a_pull_at_once_and_nothing_is_written_afterwards(
+    large: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "SOCKET_TIMEOUT_S", 60.0)
+    stalling = StallingSource(chunk_of(b"a") + chunk_of(b"b"))
+    try:
+        pull = asyncio.create_task(large.pull(list(range(BLOCKS)), list(range(BLOCKS)), port=stalling.port))
+        await until(large.destination, "2 buffers")
+        await large.destination_client.order(1, op="close", migration="m")
+        with pytest.raises(TransferError):
+            await pull
+        assert "0 sources, 0 buffers" in repr(large.destination)
+        assert overlap_threads() == 0
+    finally:
+        stalling.close()
+
+
+async def test_no_chunk_is_written_after_one_that_was_bad(large: Pair) -> None:
+    bad = struct.pack(">II", CHUNK_BYTES_MAX, 1) + b"b" * CHUNK_BYTES_MAX
+    stalling = StallingSource(chunk_of(b"a") + bad + chunk_of(b"c") + chunk_of(b"d"))
+    before = list(large.destination_store.blocks)
+    try:
+        with pytest.raises(TransferError, match=r"checksum|too long"):
+            await large.pull(list(range(BLOCKS)), list(range(BLOCKS)), port=stalling.port)
+        assert large.destination_store.blocks[2:] == before[2:]
+    finally:
+        stalling.close()
+
+
+async def test_an_agent_that_closes_in_mid_transfer_leaves_nothing(large: Pair) -> None:
+    make_slow(large.source_store, 0.03)
+    await large.grant(list(range(BLOCKS)))
+    pull = asyncio.create_task(large.pull(list(range(BLOCKS)), list(range(BLOCKS))))
+    await until(large.source, "2 buffers")
+    await asyncio.to_thread(large.source.close)
+    with pytest.raises(TransferError):
+        await pull
+    assert overlap_threads() == 0
+
+
+async def test_threads_are_prepared_before_they_serve() -> None:
+    prepared: list[str] = []
+    agent = KvAgent(MemoryStore(), CONTROL, HOST, lambda: prepared.append(threading.current_thread().name))
+    agent.close()
+    assert prepared == ["kvferry-accept"]
+
+
+@pytest.mark.parametrize(
+    "order", [{"op": "grant"}, {"op": "grant", "token": "t", "blocks": [16], "ttl_s": 1}, {"op": "pull", "blocks": [1]}]
+)
+async def test_a_malformed_order_is_refused_and_the_next_one_served(pair: Pair, order: dict[str, Any]) -> None:
+    with pytest.raises(TransferError, match=r"malformed|does not exist|list of integers"):
+        await pair.source_client.order(5, **order)
+    await pair.grant([1])
+
+
+async def test_a_stranger_cannot_make_an_agent_hold_much(pair: Pair) -> None:
+    with socket.create_connection((HOST, pair.source.port)) as connection:
+        connection.settimeout(5)
+        connection.sendall(struct.pack(">I", transfer.HELLO_BYTES_MAX + 1))
+        assert connection.recv(1) == b""
+    with socket.create_connection((HOST, pair.source.port)) as connection:
+        connection.settimeout(5)
+        body = b"[" * 4000
+        connection.sendall(struct.pack(">I", len(body)) + body)
+        assert connection.recv(1) == b""
+    await pair.grant([1])
