@@ -243,6 +243,7 @@ class FakeInstance:
     requests: list[wire.RequestStatus] = field(default_factory=list)
     """As its status lists them."""
     drain_status: int = 200
+    resets_resumes: bool = False
     migrate: Callable[[wire.MigrateOrder], Awaitable[tuple[int, Any]]] | None = None
     received: list[Received] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
@@ -390,6 +391,8 @@ class FakeInstance:
             case "DELETE", ["llumlet", "pairing"]:
                 self.pairings.append(None)
                 await exchange.json(200, {})
+            case "PUT", ["llumlet", "resumes", _] if self.resets_resumes:
+                await exchange.reset()
             case "PUT", ["llumlet", "resumes", resume_id]:
                 self.resumes[unquote(resume_id)] = wire.Resume.from_json(request.json)
                 await exchange.json(200, {})

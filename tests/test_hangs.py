@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 
 import pytest
 
@@ -72,6 +73,26 @@ async def test_a_long_step_is_no_hang(stream: bool, start_gateway: StartGateway)
         a.script = long_prefill
         assert (await running.chat(stream=stream)).status_code == 200
         assert (len(a.received), len(b.received)) == (1, 0)
+
+
+async def test_a_gateway_that_stood_still_itself_blames_nobody(start_gateway: StartGateway) -> None:
+    """What the instances have said meanwhile is there, and has not been read."""
+    ready = asyncio.Event()
+
+    async def slow(exchange: Exchange) -> None:
+        await ready.wait()
+        await generate(exchange)
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b, budgets=BUDGETS) as running:
+        a.script = slow
+        asking = asyncio.create_task(running.chat())
+        await a.exchange()
+        await asyncio.sleep(0.2)
+        time.sleep(1)  # noqa: ASYNC251
+        await asyncio.sleep(0.3)
+        ready.set()
+        assert (await asking).status_code == 200
+        assert not b.received
 
 
 async def test_an_engine_that_hangs_behind_a_live_server_is_given_up_after_a_far_longer_time(

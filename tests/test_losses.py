@@ -137,6 +137,18 @@ async def test_a_stream_under_which_two_instances_die_ends_in_one_error_event(st
         assert len(b.received) + len(c.received) == 1
 
 
+async def test_an_instance_that_fails_before_it_goes_on_with_a_request_is_no_death_under_it(
+    start_gateway: StartGateway,
+) -> None:
+    async with instances("a", "b", "c") as (a, b, c), start_gateway(a, b, c) as running:
+        unmoved = normal(await running.stream())
+        b.freeness_steps = 9_000
+        await until(lambda: running.gateway.dispatcher.choose(None, "a").instance_id == "b")
+        a.script, b.resets_resumes = loses_after(3, "cut"), True
+        assert normal(await running.stream()) == unmoved
+        assert (len(b.received), len(c.received)) == (0, 1)
+
+
 async def test_instances_that_have_not_seen_the_request_or_are_busy_are_no_deaths(start_gateway: StartGateway) -> None:
     async def busy(exchange: Exchange) -> None:
         await exchange.json(503, error_body("shutting down", "ServiceUnavailableError", 503))

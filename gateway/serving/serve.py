@@ -132,7 +132,11 @@ class Server:
         instance = self._dispatcher.choose(session.body.model, session.failed_instances)
         resume_id = uuid.uuid4().hex
         tokens = list(session.output_token_ids)
-        await self._backend.put_resume(instance, resume_id, wire.Resume(session.request_id, tokens))
+        try:
+            await self._backend.put_resume(instance, resume_id, wire.Resume(session.request_id, tokens))
+        except LegError as error:
+            error.is_death = False  # It had not begun with the request.
+            raise
         leg = self._open_at(session, instance.instance_id, Resumption(resume_id, len(tokens), own=True))
         if leg is None:
             raise LegUnreachable(instance.instance_id, "The instance has just gone.")
