@@ -15,8 +15,6 @@ from gateway.wire import SECRET_HEADER
 from loadtest.stack import Stack
 
 ATTEMPTS_MAX = 5
-CORRUPT_VARIABLE = "KVFERRY_TEST_CORRUPT"
-"""Names the file whose presence makes both servers write zeros instead of copied blocks (``corrupting.py``)."""
 
 
 @dataclass
