@@ -29,7 +29,7 @@ from loadtest.comparison import Heard, assemble, first_difference
 from loadtest.kinds import COMPLETIONS, Kind, build_kinds
 from loadtest.leaks import Footprint, footprints, left_over
 from loadtest.processes import ProcessFailed, run_until_signal
-from loadtest.progress import Progress
+from loadtest.progress import Progress, Step
 from loadtest.redis_server import RedisNotFound
 from loadtest.stack import Stack, StackFailed
 from loadtest.traffic import Choices, Finding, Plan, Tally, Traffic, judge, run_alone
@@ -80,16 +80,28 @@ async def read_kinds(stack: Stack) -> list[Kind]:
 
 
 async def run_twins(stack: Stack, kinds: Sequence[Kind], progress: Progress) -> dict[str, Heard]:
-    """Each kind alone, one after the other."""
+    """Each kind alone: of the servers themselves, each of which has one at a time. The gateway adds nothing to them."""
     twins: dict[str, Heard] = {}
     client = Client(stack)
+    left = list(reversed(kinds))
+    failures: list[str] = []
+
+    async def run_on(url: str, step: Step) -> None:
+        while left:
+            kind = left.pop()
+            step.update(f"{len(twins)} done, now: {kind.name}")
+            try:
+                twins[kind.name] = await run_alone(client, kind, url)
+            except ValueError as error:
+                failures.append(str(error))
+
     try:
-        with progress.step(f"running {len(kinds)} kinds of requests alone, one at a time") as step:
-            for kind in kinds:
-                step.update(f"{len(twins)} done, now: {kind.name}")
-                twins[kind.name] = await run_alone(client, kind)
+        with progress.step(f"running {len(kinds)} kinds of requests alone") as step:
+            await asyncio.gather(*(run_on(instance.url, step) for instance in stack.instances))
     finally:
         await client.close()
+    if failures:
+        raise StackFailed("these do not even run alone: " + "; ".join(failures))
     return twins
 
 
@@ -110,7 +122,10 @@ async def run_phase(
         traffic = Traffic(client, choices, twins, lambda finding: save(finding, name, directory))
         began_at = time.monotonic()
         with progress.step(f"{name}: {plan.seconds / 60:.3g} minutes of traffic, seed {choices.seed}") as step:
-            await traffic.run(plan, step.update)
+            try:
+                await traffic.run(plan, step.update)
+            finally:
+                step.update(traffic.tally.line())  # Also of one that was interrupted.
         seconds = time.monotonic() - began_at
         await client.close()
         with progress.step("looking for what is left"):
@@ -145,11 +160,11 @@ async def _explanation(client: Client, kind: Kind, finding: Finding, choices: Ch
     def differs(heard: Heard) -> list[str]:
         return judge(kind, finding.twin, heard, server_died=False)[1]
 
-    alone = differs(await run_alone(client, kind))
+    alone = differs(await run_alone(client, kind, client.url))
     beside = []
     for index in range(BESIDE_TRIES):
         neighbours = [choices.request(finding.index + 1 + 3 * index + other).kind for other in range(3)]
-        heard, *_ = await asyncio.gather(*(run_alone(client, one) for one in (kind, *neighbours)))
+        heard, *_ = await asyncio.gather(*(run_alone(client, one, client.url) for one in (kind, *neighbours)))
         beside.append(differs(heard))
     return {
         "alone_again": alone,
@@ -167,7 +182,7 @@ async def _parting(client: Client, kind: Kind, finding: Finding) -> dict[str, An
     if at is None or at >= min(len(expected.tokens), len(actual.tokens)):
         return {"number": at, "expected": len(expected.tokens), "came": len(actual.tokens)}
     asked = {"logprobs": 2} if kind.path == COMPLETIONS else {"logprobs": True, "top_logprobs": 2}
-    told = await run_alone(client, dataclasses.replace(kind, body={**kind.body, **asked}))
+    told = await run_alone(client, dataclasses.replace(kind, body={**kind.body, **asked}), client.url)
     said = assemble(told.events)[0].logprobs[at]
     return {"number": at, "expected": expected.tokens[at], "came": actual.tokens[at], "logprobs": said}
 
@@ -245,6 +260,8 @@ def _lines(path: Path) -> list[str]:
 
 async def soak(stack: Stack, arguments: argparse.Namespace, progress: Progress) -> list[Phase]:
     kinds = [kind for kind in await read_kinds(stack) if arguments.only in kind.name]
+    if arguments.kinds is not None:
+        kinds = random.Random(arguments.seed).sample(kinds, min(arguments.kinds, len(kinds)))
     if not kinds:
         raise StackFailed(f"no kind's name contains {arguments.only!r}")
     twins = await run_twins(stack, kinds, progress)
@@ -303,6 +320,7 @@ def main() -> int:
         metavar="SECONDS",
         help=f"from a server's return to the next one's death (default {KILL_PAUSE_S:.0f})",
     )
+    parser.add_argument("--kinds", type=int, metavar="N", help="only so many kinds, drawn at random")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the kinds whose name contains TEXT")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help=f"default {RESULTS}")
     return run_until_signal(run(parser.parse_args()))

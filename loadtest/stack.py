@@ -156,7 +156,7 @@ class Stack:
             self.gateway.require_running()
 
     async def restart(self, instance_id: str) -> Instance:
-        """Start a server anew, with the same command, port and id, and wait until it serves and the gateway says so.
+        """Start a server anew, with the same command, port and id, and wait until it is warm.
 
         What is left of the old one is ended first. If this fails, the new one is still one of ``instances``, so that
         ``stop`` ends it.
@@ -174,9 +174,6 @@ class Stack:
             self._start_timeout_s,
         )
         await self._warm_up([instance])
-        if self._with_gateway:
-            what = "waiting for the gateway to see it"
-            await self._wait(what, {}, lambda client: self._gateway_sees(client, instance_id), GATEWAY_TIMEOUT_S)
         return instance
 
     async def _start(self) -> None:
@@ -311,14 +308,6 @@ class Stack:
         )
         text = answer.text
         return answer.status_code == 200 and all(f'"{instance.id}"' in text for instance in self.instances)
-
-    async def _gateway_sees(self, client: httpx.AsyncClient, instance_id: str) -> bool:
-        """Whether it would send requests there."""
-        answer = await client.get(
-            f"{self.gateway_url}/admin/instances", headers={"authorization": f"Bearer {self.admin_key}"}
-        )
-        entries = {entry["id"]: entry for entry in answer.json()["instances"]}
-        return bool(entries[instance_id]["healthy"]) and not entries[instance_id]["stale"]
 
 
 def _cores() -> list[int]:

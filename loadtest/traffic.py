@@ -30,6 +30,7 @@ DRAINED_S = 3.0
 SETTLE_S = 180.0
 """For the requests that are under way when the time is up."""
 RECENT_WAIT_S = 2.0
+SEEN_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +141,21 @@ class Tally:
         return f"{counts}  {self.drains} drains  {len(self.kills)} kills"
 
 
-async def run_alone(client: Client, kind: Kind) -> Heard:
-    """A kind's twin. Raises ``ValueError`` when even this is not a complete reply."""
-    heard = await ask(client, kind.path, kind.request(client.stack.model))
+async def run_alone(client: Client, kind: Kind, url: str) -> Heard:
+    """A request of a server itself or of the gateway, which nobody moves. ``ValueError``: the reply is not complete."""
+    heard = await ask(client, url + kind.path, kind.request(client.stack.model))
     problem = heard.broken or heard.strange or heard.errors
     if heard.status != 200 or problem or (kind.stream and heard.done != 1):
         raise ValueError(f"{kind.name}: status {heard.status}, {problem or heard.whole!r}")
     return heard
 
 
-async def ask(client: Client, path: str, request: Mapping[str, Any], leaves_after_s: float | None = None) -> Heard:
+async def ask(client: Client, url: str, request: Mapping[str, Any], leaves_after_s: float | None = None) -> Heard:
     """Send a request and note all that comes; never raises for what servers do."""
     heard = Heard()
     try:
         async with asyncio.timeout(leaves_after_s):
-            await _listen(client, path, request, heard)
+            await _listen(client, url, request, heard)
     except TimeoutError:
         heard.left = True
     except httpx.HTTPError as error:
@@ -162,8 +163,8 @@ async def ask(client: Client, path: str, request: Mapping[str, Any], leaves_afte
     return heard
 
 
-async def _listen(client: Client, path: str, request: Mapping[str, Any], heard: Heard) -> None:
-    async with client.http.stream("POST", client.url + path, json=request, headers=client.headers()) as response:
+async def _listen(client: Client, url: str, request: Mapping[str, Any], heard: Heard) -> None:
+    async with client.http.stream("POST", url, json=request, headers=client.headers()) as response:
         heard.status = response.status_code
         heard.request_id = response.headers.get("x-request-id", "")
         if response.status_code == 200 and request["stream"]:
@@ -242,7 +243,7 @@ class Traffic:
         if draw.salt is not None:
             request["cache_salt"] = draw.salt
         started_at = time.monotonic()
-        heard = await ask(self._client, kind.path, request, draw.leaves_after_s)
+        heard = await ask(self._client, self._client.url + kind.path, request, draw.leaves_after_s)
         server_died = any(at >= started_at for at, _ in self.tally.kills)
         verdict, differences = judge(kind, twin, heard, server_died=server_died)
         moves = await self._moves_of(heard.request_id)
@@ -321,9 +322,19 @@ class Traffic:
                 self.tally.kills.append((time.monotonic(), victim.id))
                 try:
                     await self._client.stack.restart(victim.id)
-                except (StackFailed, ProcessFailed) as error:
+                    await self._until_seen(victim.id)
+                except (StackFailed, ProcessFailed, TimeoutError) as error:
                     self.tally.problems.append(f"{victim.id} could not be started again: {error}")
                     return
+
+    async def _until_seen(self, instance_id: str) -> None:
+        """Until the gateway sends requests there again."""
+        async with asyncio.timeout(SEEN_TIMEOUT_S):
+            while True:
+                entries = {entry["id"]: entry for entry in (await self._admin("instances"))["instances"]}
+                if entries[instance_id]["healthy"] and not entries[instance_id]["stale"]:
+                    return
+                await asyncio.sleep(0.2)
 
 
 def outcome_of(answer: Mapping[str, Any]) -> str:
