@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,13 @@ async def held(client: Client) -> list[str]:
         (await client.http.get(f"{client.url}/admin/{name}", headers=client.admin_headers())).json()
         for name in ("instances", "requests")
     ]
-    for entry in answers[0]["instances"]:
-        if entry["in_flight"]:
-            found.append(f"the gateway has {entry['in_flight']} legs at {entry['id']}")
-    if answers[1]["requests"]:
-        found.append(f"the gateway has {len(answers[1]['requests'])} requests under way")
-    return found
+    return found + held_by_gateway(answers[0]["instances"], answers[1]["requests"])
+
+
+def held_by_gateway(instances: Sequence[Mapping[str, Any]], requests: Sequence[Any]) -> list[str]:
+    """By its answers to ``/admin/instances`` and ``/admin/requests``."""
+    found = [f"the gateway has {one['in_flight']} legs at {one['id']}" for one in instances if one["in_flight"]]
+    return found + ([f"the gateway has {len(requests)} requests under way"] if requests else [])
 
 
 def held_by_report(instance_id: str, report: Mapping[str, Any], requests: int) -> list[str]:

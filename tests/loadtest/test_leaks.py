@@ -6,7 +6,15 @@ import os
 import socket
 from pathlib import Path
 
-from loadtest.leaks import IDLE_CONNECTIONS_MAX, Footprint, footprint, growth, held_by_report, read_tcp_table
+from loadtest.leaks import (
+    IDLE_CONNECTIONS_MAX,
+    Footprint,
+    footprint,
+    growth,
+    held_by_gateway,
+    held_by_report,
+    read_tcp_table,
+)
 
 TABLE = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
@@ -58,3 +66,10 @@ def test_whatever_an_instance_holds_is_a_leak() -> None:
     assert held_by_report("a", report | {"blocks_free": 639}, 0) == ["a has 1 blocks in use"]
     for name in ("blocks_reserved", "migrations_in", "migrations_out"):
         assert held_by_report("a", report | {name: 1}, 0)
+
+
+def test_a_leg_or_a_request_that_the_gateway_still_counts_is_a_leak() -> None:
+    idle = [{"id": "a", "in_flight": 0}, {"id": "b", "in_flight": 0}]
+    assert held_by_gateway(idle, []) == []
+    assert held_by_gateway([{"id": "a", "in_flight": -1}], []) == ["the gateway has -1 legs at a"]
+    assert held_by_gateway(idle, [{"id": "r"}]) == ["the gateway has 1 requests under way"]
