@@ -18,7 +18,7 @@ READY := $(VLLM_STAMP) $(KVFERRY_STAMP) $(MODEL_STAMP)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo up test test-fast check format setup model clean
+.PHONY: help demo up soak test test-fast check format setup model clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1~/p' Makefile | awk -F'~' '{printf "%-18s %s\n", $$1, $$2}'
@@ -28,6 +28,9 @@ demo: $(READY)  ## move running requests between two real vLLM servers, and comp
 
 up: $(READY)  ## the same stack, kept up until Ctrl-C
 	@$(RUN) -m loadtest.up
+
+soak: $(READY)  ## twenty minutes of random traffic, moved about and with servers killed, compared with runs that never moved
+	@$(RUN) -m loadtest.soak $(ARGS)
 
 test: $(READY)  ## all tests, real vLLM servers included
 	$(RUN) -m pytest $(ARGS)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -154,28 +155,47 @@ class Stack:
         if self.gateway is not None:
             self.gateway.require_running()
 
+    async def restart(self, instance_id: str) -> Instance:
+        """Start a server anew, with the same command, port and id, and wait until it is warm.
+
+        What is left of the old one is ended first. If this fails, the new one is still one of ``instances``, so that
+        ``stop`` ends it.
+        """
+        index = [instance.id for instance in self.instances].index(instance_id)
+        old = self.instances[index]
+        await asyncio.to_thread(old.process.end, self._terminate_timeout_s)
+        instance = self._start_instance(index, _cores(), urlsplit(old.url).port)
+        self.instances[index] = instance
+        phase_from = instance.log.stat().st_size
+        await self._wait(
+            f"starting vLLM server {instance_id} again",
+            {instance_id: lambda: _phase(instance.log, phase_from)},
+            lambda client: self._ready(client, [instance]),
+            self._start_timeout_s,
+        )
+        await self._warm_up([instance])
+        return instance
+
     async def _start(self) -> None:
         if not (self._model_directory / "config.json").exists():
             raise StackFailed(f"there is no model in {self._model_directory}: make it with `make model`")
         if self._with_gateway:
             self.redis_url = self._resources.enter_context(RedisServer(log=self.log_directory / "redis.log")).url
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         for index in range(self._instances_total):
-            self.instances.append(self._start_instance(index, cores))
+            self.instances.append(self._start_instance(index, _cores(), free_port()))
         await self._wait(
             f"starting {self._instances_total} vLLM servers (usually 40 to 90 s; logs in {self.log_directory})",
             {instance.id: lambda instance=instance: _phase(instance.log) for instance in self.instances},  # type: ignore[misc]
-            self._instances_ready,
+            lambda client: self._ready(client, self.instances),
             self._start_timeout_s,
         )
-        await self._warm_up()
+        await self._warm_up(self.instances)
         if self._with_gateway:
             self._start_gateway()
             await self._wait("starting the gateway", {}, self._gateway_ready, GATEWAY_TIMEOUT_S)
 
-    def _start_instance(self, index: int, cores: Sequence[int]) -> Instance:
+    def _start_instance(self, index: int, cores: Sequence[int], port: int | None) -> Instance:
         instance_id = chr(ord("a") + index)
-        port = free_port()
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
@@ -209,7 +229,7 @@ class Stack:
         process = ManagedProcess(f"vLLM server {instance_id}", command, log=log, environment=environment)
         return Instance(instance_id, f"http://{HOST}:{port}", process)
 
-    async def _warm_up(self) -> None:
+    async def _warm_up(self, instances: Sequence[Instance]) -> None:
         """vLLM makes some of its kernels at the first request that needs them, which takes seconds on a CPU."""
         common = {"model": self.model, "max_tokens": 4, "seed": 1, "presence_penalty": 0.1, "repetition_penalty": 1.1}
         message = {"role": "user", "content": "warm up"}
@@ -226,7 +246,7 @@ class Stack:
         with self._progress.step("warming up"):
             async with httpx.AsyncClient(timeout=INSTANCE_TIMEOUT_S, trust_env=False) as client:
                 for path, body in bodies.items():
-                    posts = (client.post(instance.url + path, json=body) for instance in self.instances)
+                    posts = (client.post(instance.url + path, json=body) for instance in instances)
                     for answer in await asyncio.gather(*posts):
                         if answer.status_code != 200:
                             raise StackFailed(f"a server refused its first request: {answer.text}")
@@ -270,13 +290,11 @@ class Stack:
                     step.update("  ".join(f"{name}: {detail()}" for name, detail in details.items()))
                     await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _instances_ready(self, client: httpx.AsyncClient) -> bool:
+    async def _ready(self, client: httpx.AsyncClient, instances: Sequence[Instance]) -> bool:
         # The llumlet's status says more than /health: that the plugin is in, and shares our secret.
         path = "/llumlet/status" if self._with_plugin else "/health"
-        answers = [
-            await _status(client, instance.url + path, {SECRET_HEADER: self.secret}) for instance in self.instances
-        ]
-        for instance, answer in zip(self.instances, answers, strict=True):
+        answers = [await _status(client, instance.url + path, {SECRET_HEADER: self.secret}) for instance in instances]
+        for instance, answer in zip(instances, answers, strict=True):
             if answer in (401, 404):
                 raise StackFailed(f"{instance.url}{path} answered {answer}: is the plugin loaded? see {instance.log}")
         return all(answer == 200 for answer in answers)
@@ -292,6 +310,10 @@ class Stack:
         return answer.status_code == 200 and all(f'"{instance.id}"' in text for instance in self.instances)
 
 
+def _cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
 def _nice() -> list[str]:
     found = shutil.which("nice")
     return [found, "-n", "5"] if found else []
@@ -305,6 +327,7 @@ async def _status(client: httpx.AsyncClient, url: str, headers: Mapping[str, str
         return None
 
 
-def _phase(log: Path) -> str:
-    text = log.read_text(errors="replace")
+def _phase(log: Path, begin: int = 0) -> str:
+    """``begin``: where this start's part of the log begins."""
+    text = log.read_bytes()[begin:].decode(errors="replace")
     return next((phase for marker, phase in PHASES if marker in text), "importing vLLM")

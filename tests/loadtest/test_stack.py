@@ -1,5 +1,6 @@
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,47 @@ async def test_a_start_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) -
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
+
+    assert_all_gone(stack)
+
+
+async def test_a_killed_server_is_started_again_at_the_same_address(tmp_path: Path) -> None:
+    async with build_stack(tmp_path, instances=2) as stack:
+        old, other = stack.instance("b"), stack.instance("a")
+        os.killpg(old.pid, signal.SIGKILL)
+
+        new = await stack.restart("b")
+
+        assert stack.instances == [other, new]
+        assert (new.id, new.url, new.log) == (old.id, old.url, old.log)
+        assert new.process.command == old.process.command
+        assert new.pid != old.pid
+        stack.require_running()
+
+    assert_all_gone(stack)
+
+
+async def test_a_restart_ends_a_server_that_still_runs(tmp_path: Path) -> None:
+    async with build_stack(tmp_path, instances=1) as stack:
+        old = stack.instance("a")
+
+        await stack.restart("a")
+
+        with pytest.raises(ProcessLookupError):
+            os.killpg(old.pid, 0)
+
+
+async def test_a_restart_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with build_stack(tmp_path, instances=1) as stack:
+        old = stack.instance("a")
+        stack._vllm_arguments.append("--hang")
+        restart = asyncio.create_task(stack.restart("a"))
+        while stack.instance("a") is old:
+            await asyncio.sleep(0.01)
+
+        restart.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await restart
 
     assert_all_gone(stack)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from loadtest.client import Client
 from loadtest.stack import Stack
-from tests.vllm.client import CORRUPT_VARIABLE, Client
+from tests.vllm import CORRUPT_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_STACK = pytest.StashKey[Stack]()

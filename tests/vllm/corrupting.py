@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.vllm.client import CORRUPT_VARIABLE
+from tests.vllm import CORRUPT_VARIABLE
 from vllm_plugin import compat
 from vllm_plugin.worker import WorkerExtension
 

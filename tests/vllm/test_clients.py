@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 
 from gateway.wire import RESUME_HEADER, SECRET_HEADER
+from loadtest.client import Client
 from loadtest.stack import Stack
-from tests.vllm.client import Client
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 

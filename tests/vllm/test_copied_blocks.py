@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from loadtest.client import Client
 from loadtest.stack import BLOCK_SIZE
-from tests.vllm.client import Client
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 

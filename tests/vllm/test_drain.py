@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.client import Client
+from loadtest.client import Client
 from tests.vllm.test_equal_output import CHAT, COMPLETIONS, MESSAGES, assert_same
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.client import Client, Reply
+from loadtest.client import Client, Reply
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 

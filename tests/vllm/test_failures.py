@@ -14,9 +14,9 @@ import pytest_asyncio
 from gateway.app import Gateway
 from gateway.config import Settings
 from gateway.wire import SECRET_HEADER
+from loadtest.client import ATTEMPTS_MAX, Client, Reply, events
 from loadtest.stack import Stack
 from tests.conftest import serve
-from tests.vllm.client import ATTEMPTS_MAX, Client, Reply, events
 from tests.vllm.fault_proxy import CuttingProxy, Fault, HandshakeProxy, cut, dead_agents, hang, lose_reply, refuse
 from vllm_plugin.settings import RESERVATION_LEASE_S
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.client import Client, Reply
+from loadtest.client import Client, Reply
 from tests.vllm.test_equal_output import CHAT, COMPLETIONS, GREEDY, MESSAGES, USAGE, assert_same
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]

@@ -10,9 +10,9 @@ import pytest
 from gateway.app import Gateway
 from gateway.config import Intervals, Settings
 from gateway.policy.migration import MigrationSettings
+from loadtest.client import Client
 from loadtest.stack import Stack
 from tests.conftest import serve
-from tests.vllm.client import Client
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 

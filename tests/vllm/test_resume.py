@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.wire import RESUME_HEADER, RESUMED_HEADER, SECRET_HEADER
-from tests.vllm.client import Client, Reply
+from loadtest.client import Client, Reply
 from tests.vllm.fault_proxy import HandshakeProxy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]

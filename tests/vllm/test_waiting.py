@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.vllm.client import Client, Reply, events
+from loadtest.client import Client, Reply, events
 from tests.vllm.test_equal_output import CHAT, COMPLETIONS, GREEDY, MESSAGES, USAGE, assert_same
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]

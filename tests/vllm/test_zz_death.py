@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from loadtest.client import Client, Reply, events
 from loadtest.stack import Stack
-from tests.vllm.client import Client, Reply, events
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 

@@ -15,8 +15,6 @@ from gateway.wire import SECRET_HEADER
 from loadtest.stack import Stack
 
 ATTEMPTS_MAX = 5
-CORRUPT_VARIABLE = "KVFERRY_TEST_CORRUPT"
-"""Names the file whose presence makes both servers write zeros instead of copied blocks (``corrupting.py``)."""
 
 
 @dataclass
@@ -106,7 +104,8 @@ class Client:
     def __init__(self, stack: Stack, gateway_url: str | None = None) -> None:
         self.stack = stack
         self.url = gateway_url or stack.gateway_url
-        self.http = httpx.AsyncClient(timeout=120, trust_env=False)
+        # Less than uvicorn's five seconds, so that no request meets a connection that the gateway is just closing.
+        self.http = httpx.AsyncClient(timeout=120, trust_env=False, limits=httpx.Limits(keepalive_expiry=3.0))
 
     async def close(self) -> None:
         await self.http.aclose()
