@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from loadtest.client import Client
 from loadtest.stack import BLOCK_SIZE, Stack
 from loadtest.test_model import HEADS, HIDDEN_SIZE, KV_HEADS, LAYERS
-from loadtest.client import Client
 from tests.vllm.conftest import SHARED_STACK
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

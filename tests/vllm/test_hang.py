@@ -1,4 +1,4 @@
-"""A real server that is stopped, and one that is drained, under its requests."""
+"""A real server that is stopped under its requests, and comes back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.client import Client, Reply, events
+from loadtest.client import Client, Reply, events
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
@@ -50,22 +50,3 @@ async def test_a_stream_of_a_stopped_server_goes_on_elsewhere_and_the_server_com
             await asyncio.sleep(0.1)
     assert (await client.run(COMPLETIONS, start_on="b", **BODY)).tokens == alone.tokens
     await client.wait_until_empty(10.0)
-
-
-async def test_a_drain_moves_what_runs_and_says_when_the_server_is_empty(client: Client) -> None:
-    alone = await client.run(COMPLETIONS, **BODY)
-    reply = Reply()
-    drain = f"{client.url}/admin/instances/b/drain"
-    draining: asyncio.Task[Any] | None = None
-    async with client.stream(COMPLETIONS, "b", **BODY) as response:
-        async for _ in events(response, reply):
-            if draining is None and len(reply.tokens) >= 40:
-                draining = asyncio.create_task(client.http.post(drain, headers=client.admin_headers()))
-    assert draining is not None
-    try:
-        answer = (await draining).json()
-        assert (answer["empty"], answer["moved"], answer["remaining"]) == (True, 1, []), answer
-        assert (await client.status("b"))["requests"] == []
-        assert (reply.tokens, reply.text, reply.done) == (alone.tokens, alone.text, 1)
-    finally:
-        assert (await client.http.delete(drain, headers=client.admin_headers())).status_code == 200
