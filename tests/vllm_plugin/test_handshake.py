@@ -223,7 +223,6 @@ async def test_a_destination_that_dies_while_it_waits_for_the_gateway_leaves_the
     pair: Pair,
 ) -> None:
     pair.gateway_comes = False
-    pair.source.bench.agent.port.free.clear()
     pair.request.computed = 4  # So little to send that the answer waits.
     pair.proxy.faults["stage"] = destination_dies(pair, "while it does it")
     result = await pair.move()
