@@ -43,14 +43,16 @@ def plugin() -> SimpleNamespace:
 
 
 class Side:
-    """One instance: a llumlet behind its routes, the engine's agent on a scheduler in miniature, and a KV agent."""
+    """One instance: a llumlet behind its routes, the engine's agent on a scheduler in miniature, a KV agent a rank."""
 
-    def __init__(self, plugin: SimpleNamespace, instance_id: str) -> None:
+    def __init__(self, plugin: SimpleNamespace, instance_id: str, ranks: int = 1) -> None:
         self._plugin = plugin
         self.bench = Bench(plugin.engine)
-        self.store = MemoryStore(blocks=64)
-        self.kv = KvAgent(self.store, "control", HOST)
-        data = plugin.llumlet.Data([AgentClient(HOST, self.kv.port, "control")], "format", None)
+        self.stores = [MemoryStore(blocks=64) for _ in range(ranks)]
+        self.agents = [KvAgent(store, "control", HOST) for store in self.stores]
+        self.store, self.kv = self.stores[0], self.agents[0]
+        clients = [AgentClient(HOST, agent.port, "control") for agent in self.agents]
+        data = plugin.llumlet.Data(clients, "format", None)
         settings = Settings(SECRET, None, HOST)
         description = {"block_size": 4, "requests_running_max": 4}
         self.llumlet = plugin.llumlet.Llumlet(settings, instance_id, [], None, description, data, None)
@@ -74,7 +76,8 @@ class Side:
             await self.llumlet.close()
             server.should_exit = server.force_exit = True
             await serving
-            await asyncio.to_thread(self.kv.close)
+            for agent in self.agents:
+                await asyncio.to_thread(agent.close)
 
     async def engine(self, operation: str, **payload: Any) -> Any:
         answer = self.bench.agent.handle(operation, payload)
@@ -159,9 +162,13 @@ class Pair:
 
 
 @pytest.fixture
-async def pair(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+async def pair(
+    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[Pair]:
+    """Of one rank a side, or as many as the parameter says."""
     monkeypatch.setattr(plugin.compat, "replay", lambda *_: None)
-    source, destination = Side(plugin, "a"), Side(plugin, "b")
+    source_ranks, destination_ranks = getattr(request, "param", (1, 1))
+    source, destination = Side(plugin, "a", source_ranks), Side(plugin, "b", destination_ranks)
     async with source.running(), destination.running(), HandshakeProxy(destination.url).running() as proxy:
         yield Pair(plugin, source, destination, proxy)
 
@@ -175,6 +182,32 @@ async def test_without_a_fault_the_request_is_the_destinations_alone(pair: Pair)
     assert (queued, tokens) == (pair.parked, [2] * 5)
     received = [pair.destination.store.blocks[index] for index in (19, 18)]
     assert received == [pair.source.store.blocks[index] for index in (50, 51)]
+
+
+@pytest.mark.parametrize("pair", [(2, 2)], indirect=True)
+async def test_ranks_pair_one_to_one(pair: Pair) -> None:
+    for block in (50, 51):
+        pair.source.stores[1].blocks[block] = bytes([block + 100]) * 64
+    result = await pair.move()
+    assert (result.outcome, result.bytes_sent, result.blocks_sent) == ("committed", 2 * 2 * 64, 2)
+    for source, destination in zip(pair.source.stores, pair.destination.stores, strict=True):
+        assert [destination.blocks[block] for block in (19, 18)] == [source.blocks[block] for block in (50, 51)]
+
+
+@pytest.mark.parametrize("pair", [(2, 1), (1, 2)], indirect=True)
+async def test_with_unequal_ranks_the_request_moves_and_nothing_is_copied(pair: Pair) -> None:
+    result = await pair.move()
+    assert (result.outcome, result.bytes_sent) == ("committed", 0)
+    assert all(store.blocks == MemoryStore(blocks=64).blocks for store in pair.destination.stores)
+
+
+@pytest.mark.parametrize("pair", [(2, 2)], indirect=True)
+async def test_one_rank_whose_agent_is_dead_ends_the_move(pair: Pair) -> None:
+    await asyncio.to_thread(pair.source.agents[1].close)
+    result = await pair.move()
+    assert (result.outcome, bool(result.reason)) == ("aborted", True)
+    pair.assert_goes_on_at_the_source()
+    await pair.assert_destination_is_empty()
 
 
 def destination_dies(pair: Pair, when: str) -> Fault:
