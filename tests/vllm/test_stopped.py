@@ -101,6 +101,7 @@ async def move(client: Client, proxy: HandshakeProxy, alone: Reply, faults: dict
     for _ in range(ATTEMPTS_MAX):  # On a busy machine the stream may have ended before the step.
         proxy.faults = dict(faults)
         moving = Moving(client, proxy)
+        record: dict[str, Any]
         stream, record = await asyncio.gather(moving.stream(), moving.order())
         assert stream.tokens == alone.tokens
         assert stream.text == alone.text
