@@ -43,8 +43,10 @@ KILL_PAUSE_S = 15.0
 SERVER_ARGUMENTS = (
     # Chats go through parsers; the reasoning parser does nothing unless a chat asks for `thinking`.
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_v3"),
+    # Without this a grammar for JSON lets a random model write blanks for ever.
+    *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
     # Little of everything, so that requests queue, are computed in pieces, and are preempted.
-    *("--max-num-seqs", "8", "--max-num-batched-tokens", "512", "--num-gpu-blocks-override", "641"),
+    *("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "641"),
 )
 
 

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from loadtest.client import Client
+from loadtest.soak import SERVER_ARGUMENTS
 from loadtest.stack import Stack
 from tests.vllm import CORRUPT_VARIABLE
 
@@ -23,22 +24,11 @@ def corruption_flag(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("corrupt") / "on"
 
 
-SERVER_ARGUMENTS = [
-    *("--worker-extension-cls", "tests.vllm.corrupting.CorruptingExtension"),
-    # Chats go through parsers; the reasoning parser does nothing unless a chat asks for `thinking`.
-    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_v3"),
-    # Without this a grammar for JSON lets a random model write blanks for ever.
-    *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
-    # Little of everything, so that requests queue, are computed in pieces, and are preempted.
-    *("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "641"),
-]
-
-
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def stack(corruption_flag: Path, request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
     async with Stack(
         instances=2,
-        vllm_arguments=SERVER_ARGUMENTS,
+        vllm_arguments=[*SERVER_ARGUMENTS, "--worker-extension-cls", "tests.vllm.corrupting.CorruptingExtension"],
         vllm_environment={CORRUPT_VARIABLE: str(corruption_flag), "PYTHONPATH": str(ROOT)},
     ) as stack:
         request.session.stash[SHARED_STACK] = stack

@@ -100,11 +100,13 @@ class Pair:
         self.gateway_comes = True
         self.comments: list[str] = []
         self.request = source.bench.request()
+        self.request.max_tokens = 12  # So near its end, the source does not wait for another block.
         self.bound: Any = None
         self.parked: Any = None
         self.session = plugin.session.Session("r", None, None)
         self.session.reason = None
-        self.session.state = SimpleNamespace(num_cached_tokens=0)
+        detokenizer = SimpleNamespace(num_output_tokens=lambda: 1000)
+        self.session.state = SimpleNamespace(num_cached_tokens=0, detokenizer=detokenizer)
         self.session.send_comment = self._on_comment
         self.session._consumer_waits, self.session._seen_tokens = True, 1000
         source.llumlet._sessions["r"] = self.session
