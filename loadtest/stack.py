@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -147,6 +148,27 @@ class Stack:
     def instance(self, instance_id: str) -> Instance:
         return next(instance for instance in self.instances if instance.id == instance_id)
 
+    async def restart(self, instance_id: str) -> Instance:
+        """Start an instance anew: same command, same port, same id. Returns when it is warm.
+
+        One that still runs is killed first. What became of the others is none of its business: they may be dead too.
+        If it does not come up, whatever was started of it ends with the stack.
+        """
+        old = self.instance(instance_id)
+        index = self.instances.index(old)
+        end_all([old.process], 0.0)
+        log_before = old.log.stat().st_size
+        new = self.instances[index] = self._start_instance(index, _cores(), urlsplit(old.url).port)
+        await self._wait(
+            f"restarting vLLM server {instance_id} (log in {new.log})",
+            {instance_id: lambda: _phase(new.log, log_before)},
+            lambda client: self._are_ready(client, [new]),
+            self._start_timeout_s,
+            new.process.require_running,
+        )
+        await self._warm_up([new])
+        return new
+
     def require_running(self) -> None:
         """Raise :class:`~loadtest.processes.ProcessFailed` with the end of its log if a process has ended."""
         for instance in self.instances:
@@ -159,23 +181,22 @@ class Stack:
             raise StackFailed(f"there is no model in {self._model_directory}: make it with `make model`")
         if self._with_gateway:
             self.redis_url = self._resources.enter_context(RedisServer(log=self.log_directory / "redis.log")).url
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         for index in range(self._instances_total):
-            self.instances.append(self._start_instance(index, cores))
+            self.instances.append(self._start_instance(index, _cores(), free_port()))
         await self._wait(
             f"starting {self._instances_total} vLLM servers (usually 40 to 90 s; logs in {self.log_directory})",
             {instance.id: lambda instance=instance: _phase(instance.log) for instance in self.instances},  # type: ignore[misc]
-            self._instances_ready,
+            lambda client: self._are_ready(client, self.instances),
             self._start_timeout_s,
+            self.require_running,
         )
-        await self._warm_up()
+        await self._warm_up(self.instances)
         if self._with_gateway:
             self._start_gateway()
-            await self._wait("starting the gateway", {}, self._gateway_ready, GATEWAY_TIMEOUT_S)
+            await self._wait("starting the gateway", {}, self._gateway_ready, GATEWAY_TIMEOUT_S, self.require_running)
 
-    def _start_instance(self, index: int, cores: Sequence[int]) -> Instance:
+    def _start_instance(self, index: int, cores: Sequence[int], port: int | None) -> Instance:
         instance_id = chr(ord("a") + index)
-        port = free_port()
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
@@ -209,7 +230,7 @@ class Stack:
         process = ManagedProcess(f"vLLM server {instance_id}", command, log=log, environment=environment)
         return Instance(instance_id, f"http://{HOST}:{port}", process)
 
-    async def _warm_up(self) -> None:
+    async def _warm_up(self, instances: Sequence[Instance]) -> None:
         """vLLM makes some of its kernels at the first request that needs them, which takes seconds on a CPU."""
         common = {"model": self.model, "max_tokens": 4, "seed": 1, "presence_penalty": 0.1, "repetition_penalty": 1.1}
         message = {"role": "user", "content": "warm up"}
@@ -226,7 +247,7 @@ class Stack:
         with self._progress.step("warming up"):
             async with httpx.AsyncClient(timeout=INSTANCE_TIMEOUT_S, trust_env=False) as client:
                 for path, body in bodies.items():
-                    posts = (client.post(instance.url + path, json=body) for instance in self.instances)
+                    posts = (client.post(instance.url + path, json=body) for instance in instances)
                     for answer in await asyncio.gather(*posts):
                         if answer.status_code != 200:
                             raise StackFailed(f"a server refused its first request: {answer.text}")
@@ -259,24 +280,23 @@ class Stack:
         details: Mapping[str, Callable[[], str]],
         ready: Callable[[httpx.AsyncClient], Awaitable[bool]],
         timeout_s: float,
+        require_running: Callable[[], None],
     ) -> None:
         deadline = time.monotonic() + timeout_s
         with self._progress.step(what) as step:
             async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
                 while not await ready(client):
-                    self.require_running()
+                    require_running()
                     if time.monotonic() > deadline:
                         raise StackFailed(f"{what}: not ready after {timeout_s:.0f} s; see {self.log_directory}")
                     step.update("  ".join(f"{name}: {detail()}" for name, detail in details.items()))
                     await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _instances_ready(self, client: httpx.AsyncClient) -> bool:
+    async def _are_ready(self, client: httpx.AsyncClient, instances: Sequence[Instance]) -> bool:
         # The llumlet's status says more than /health: that the plugin is in, and shares our secret.
         path = "/llumlet/status" if self._with_plugin else "/health"
-        answers = [
-            await _status(client, instance.url + path, {SECRET_HEADER: self.secret}) for instance in self.instances
-        ]
-        for instance, answer in zip(self.instances, answers, strict=True):
+        answers = [await _status(client, instance.url + path, {SECRET_HEADER: self.secret}) for instance in instances]
+        for instance, answer in zip(instances, answers, strict=True):
             if answer in (401, 404):
                 raise StackFailed(f"{instance.url}{path} answered {answer}: is the plugin loaded? see {instance.log}")
         return all(answer == 200 for answer in answers)
@@ -305,6 +325,10 @@ async def _status(client: httpx.AsyncClient, url: str, headers: Mapping[str, str
         return None
 
 
-def _phase(log: Path) -> str:
-    text = log.read_text(errors="replace")
+def _cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def _phase(log: Path, begins_at: int = 0) -> str:
+    text = log.read_bytes()[begins_at:].decode(errors="replace")
     return next((phase for marker, phase in PHASES if marker in text), "importing vLLM")

@@ -1,5 +1,6 @@
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,44 @@ async def test_the_servers_are_up_inside_and_gone_after(tmp_path: Path) -> None:
         assert [instance.id for instance in stack.instances] == ["a", "b"]
         assert stack.instance("b").url != stack.instance("a").url
         stack.require_running()
+
+    assert_all_gone(stack)
+
+
+async def test_a_killed_server_comes_back_under_its_id_and_port_while_another_is_dead(tmp_path: Path) -> None:
+    async with build_stack(tmp_path, instances=2) as stack:
+        before = stack.instance("b")
+        for instance in stack.instances:
+            os.killpg(instance.pid, signal.SIGKILL)
+
+        after = await stack.restart("b")
+
+        assert (after.id, after.url, after.log) == (before.id, before.url, before.log)
+        assert after.process.command == before.process.command
+        assert after.process.exit_status is None
+        assert stack.instance("b") is after
+
+    assert_all_gone(stack)
+
+
+async def test_a_server_that_runs_is_replaced(tmp_path: Path) -> None:
+    async with build_stack(tmp_path, instances=1) as stack:
+        before = stack.instance("a")
+
+        after = await stack.restart("a")
+
+        assert before.process.exit_status is not None
+        assert after.process.exit_status is None
+
+    assert_all_gone(stack)
+
+
+async def test_a_server_that_does_not_come_back_is_an_error_and_ends_with_the_stack(tmp_path: Path) -> None:
+    stack = build_stack(tmp_path, instances=1)
+    async with stack:
+        stack._vllm_arguments.append("--fail")
+        with pytest.raises(ProcessFailed, match="out of memory"):
+            await stack.restart("a")
 
     assert_all_gone(stack)
 
