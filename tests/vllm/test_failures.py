@@ -36,15 +36,16 @@ async def proxy(stack: Stack) -> AsyncIterator[HandshakeProxy]:
 class Moving:
     """A stream on instance a, and moves to b by way of the proxy, ordered at a's llumlet itself."""
 
-    def __init__(self, client: Client, proxy: HandshakeProxy) -> None:
+    def __init__(self, client: Client, proxy: HandshakeProxy, body: dict[str, Any] = BODY) -> None:
         self.client = client
         self.proxy = proxy
+        self.body = body
         self.reply = Reply()
         self.started = asyncio.Event()
         self.tokens_wanted = 40
 
     async def stream(self, **fields: Any) -> Reply:
-        async with self.client.stream(COMPLETIONS, "a", **{**BODY, **fields}) as response:
+        async with self.client.stream(COMPLETIONS, "a", **{**self.body, **fields}) as response:
             self.reply.request_id = response.headers["x-request-id"]
             async for _ in events(response, self.reply):
                 if len(self.reply.tokens) >= self.tokens_wanted:
