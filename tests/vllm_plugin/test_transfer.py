@@ -443,6 +443,7 @@ async def test_revoking_a_grant_ends_what_reads_by_it(large: Pair, monkeypatch: 
     await large.grant(list(range(BLOCKS)))
     with await asyncio.to_thread(read_on_one_connection, large):
         await until(large.source, "2 buffers")
+        await asyncio.sleep(0.5)  # By now the connection takes no more, and the source waits.
         await large.source_client.order(5, op="revoke", token="t")
         await until(large.source, "1 connections, 0 grants")
         await until(large.source, "0 buffers")
