@@ -1,4 +1,4 @@
-"""Last, because it leaves one server dead: an instance is killed under its requests, and no client notices."""
+"""Nearly last, because it leaves servers dead: instances are killed under their requests, and no client notices."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from aiohttp import web
 
-from loadtest.stack import Stack
-from tests.vllm.client import Client, Reply, events
+from loadtest.stack import Instance, Stack
+from tests.vllm.client import Client, Reply
+from tests.vllm.fault_proxy import HandshakeProxy
+from tests.vllm.test_failures import Moving
+from vllm_plugin.settings import RESERVATION_LEASE_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
@@ -36,8 +40,17 @@ async def lone_client(stack: Stack) -> AsyncIterator[Client]:
         await client.close()
 
 
-async def test_a_killed_destination_costs_neither_a_token_nor_a_reply(lone_client: Client) -> None:
-    """A stream and a whole reply, both on b, when b gets SIGKILL; both end as they would have without it."""
+def kill(instance: Instance) -> None:
+    os.killpg(instance.pid, signal.SIGKILL)
+
+
+async def test_a_destination_killed_when_it_has_just_committed_costs_neither_a_token_nor_a_reply(
+    lone_client: Client,
+) -> None:
+    """A stream that b has just taken over, and a whole reply on b, when b gets SIGKILL: both end as without it.
+
+    The source has the acknowledgement, and lets go; the gateway has yet to follow.
+    """
     client = lone_client
     whole_body = {"model": client.stack.model, **BODY, "prompt": "All hands"}
 
@@ -47,33 +60,24 @@ async def test_a_killed_destination_costs_neither_a_token_nor_a_reply(lone_clien
         answer: dict[str, Any] = response.json()
         return answer
 
+    async def kill_when_done(proxy: HandshakeProxy, request: web.Request, body: bytes) -> web.StreamResponse:
+        answer = await proxy.forward(request, body)
+        kill(client.stack.instance("b"))
+        return answer
+
     alone = await client.run(COMPLETIONS, **BODY)
     whole_alone = await post()
     await client.wait_until_empty(3.0)
-
-    reply = Reply()
-    whole: asyncio.Task[dict[str, Any]] | None = None
-    move: dict[str, Any] = {}
-    async with client.stream(COMPLETIONS, "a", **BODY) as response:
-        async for _ in events(response, reply):
-            if whole is None and len(reply.tokens) >= 40:
-                move = await client.move(response.headers["x-request-id"], "b")
-                assert move["outcome"] == "committed", move
-                whole = asyncio.create_task(post())  # To a or b: it is killed on one, or not touched at all.
-                await asyncio.sleep(0)
-            elif (
-                whole is not None
-                and client.stack.instance("b").process.exit_status is None
-                and len(reply.tokens) >= move["output_tokens"] + 20
-            ):
-                os.killpg(client.stack.instance("b").pid, signal.SIGKILL)
-    assert whole is not None
+    async with HandshakeProxy(client.stack.instance("b").url).running() as proxy:
+        proxy.faults["commit"] = kill_when_done
+        async with client.only("b"):
+            whole = asyncio.create_task(post())
+            await running_on(client, "b")
+        moving = Moving(client, proxy, BODY)
+        reply, move = await asyncio.gather(moving.stream(), moving.order())
+    assert move["outcome"] == "committed", move
     assert client.stack.instance("b").process.exit_status is not None
-    assert reply.tokens == alone.tokens
-    assert reply.text == alone.text
-    assert reply.finish == alone.finish
-    assert reply.done == 1
-    assert len(reply.identity()) == 1
+    assert_same(reply, alone)
     answer = await whole
     assert answer["choices"] == whole_alone["choices"]
     assert answer["usage"] == whole_alone["usage"]
@@ -85,8 +89,73 @@ async def test_with_one_instance_dead_new_requests_go_to_the_other(lone_client: 
     assert all(reply.done == 1 for reply in replies)
 
 
+async def test_a_server_that_was_killed_takes_part_again_when_it_is_back(lone_client: Client) -> None:
+    client = lone_client
+    await client.stack.restart("b")
+    async with asyncio.timeout(30):
+        while (await client.status("b"))["requests"] or "b" not in await known_healthy(client):
+            await asyncio.sleep(0.1)
+    alone = await client.run(COMPLETIONS, **BODY)
+    assert (await client.moved(COMPLETIONS, alone, **BODY)).tokens == alone.tokens
+
+
+async def test_a_killed_source_costs_no_token_of_what_it_was_sending_and_of_what_it_had_received(
+    lone_client: Client,
+) -> None:
+    """Two streams on a when it gets SIGKILL: one in mid-stage on its way to b, one that came from b before."""
+    client = lone_client
+    arrived_body = {**BODY, "prompt": "Came from b"}
+    alone = await client.run(COMPLETIONS, **BODY)
+    arrived_alone = await client.run(COMPLETIONS, **arrived_body)
+    await client.wait_until_empty(3.0)
+
+    async def kill_source(proxy: HandshakeProxy, request: web.Request, body: bytes) -> web.StreamResponse:
+        answer = await proxy.forward(request, body)
+        kill(client.stack.instance("a"))
+        return answer
+
+    async with HandshakeProxy(client.stack.instance("b").url).running() as proxy:
+        arrived = asyncio.create_task(client.run(COMPLETIONS, move_at=[40], start_on="b", **arrived_body))
+        await running_on(client, "a")
+        proxy.faults["stage"] = kill_source
+        moving = Moving(client, proxy, BODY)
+        reply, _ = await asyncio.gather(moving.stream(), moving.order(), return_exceptions=True)
+        assert isinstance(reply, Reply), reply
+        assert_same(reply, alone)
+        arrived_reply = await arrived
+    assert arrived_reply.committed(), arrived_reply.outcomes()
+    assert_same(arrived_reply, arrived_alone)
+    assert client.stack.instance("a").process.exit_status is not None
+    async with asyncio.timeout(RESERVATION_LEASE_S + 3.0):  # What was reserved for the one in mid-stage.
+        while True:
+            report = (await client.status("b"))["report"]
+            if report["blocks_free"] == report["blocks_total"] and not report["migrations_in"]:
+                break
+            await asyncio.sleep(0.1)
+
+
+async def running_on(client: Client, instance_id: str) -> None:
+    """Until the instance decodes a request."""
+    async with asyncio.timeout(30):
+        while not any(request["output_tokens"] for request in (await client.status(instance_id))["requests"]):
+            await asyncio.sleep(0.01)
+
+
+async def known_healthy(client: Client) -> list[str]:
+    answer = await client.http.get(f"{client.url}/admin/instances", headers=client.admin_headers())
+    return [entry["id"] for entry in answer.json()["instances"] if entry["healthy"]]
+
+
+def assert_same(reply: Reply, alone: Reply) -> None:
+    assert reply.tokens == alone.tokens
+    assert reply.text == alone.text
+    assert reply.finish == alone.finish
+    assert reply.done == 1
+    assert len(reply.identity()) == 1
+
+
 async def test_a_server_that_is_told_to_end_does_so_although_a_gateway_reads_its_reports(lone_client: Client) -> None:
-    process = lone_client.stack.instance("a").process
+    process = lone_client.stack.instance("b").process
     os.kill(process.pid, signal.SIGTERM)
     async with asyncio.timeout(20):
         while process.exit_status is None:
