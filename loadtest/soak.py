@@ -160,7 +160,7 @@ async def explain(client: Client, findings: Sequence[Finding], phase: str, direc
 
 async def _explanation(client: Client, kind: Kind, finding: Finding, choices: Choices) -> dict[str, Any]:
     def differs(heard: Heard) -> list[str]:
-        return judge(kind, finding.twin, heard, server_died=False)[1]
+        return judge(kind, finding.twin, heard, deaths=0)[1]
 
     alone = differs(await run_alone(client, kind, client.url))
     beside = []

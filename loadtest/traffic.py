@@ -19,7 +19,7 @@ from loadtest.client import Client
 from loadtest.comparison import Heard, honest_error_differences, stream_differences, whole_differences
 from loadtest.kinds import Kind
 from loadtest.processes import ProcessFailed
-from loadtest.stack import StackFailed
+from loadtest.stack import Instance, StackFailed
 
 LEAVES_SHARE = 0.06
 SALTED_SHARE = 0.8
@@ -175,16 +175,17 @@ async def _listen(client: Client, url: str, request: Mapping[str, Any], heard: H
             heard.whole = response.json()
 
 
-def judge(kind: Kind, twin: Heard, heard: Heard, *, server_died: bool) -> tuple[str, list[str]]:
+def judge(kind: Kind, twin: Heard, heard: Heard, *, deaths: int) -> tuple[str, list[str]]:
     """The verdict (a name in ``KindCounts``), and what is wrong.
 
-    ``server_died``: one was killed in this request's time, so that one which cannot be resumed may say that it failed.
+    ``deaths``: of servers, in this request's time. After one, a stream that cannot be resumed may say that it failed;
+    after two, any, since a request that comes together with two deaths is not given to a third server.
     """
     if heard.left and (heard.status is None or not kind.stream):
         return "left", []
     if not kind.stream:
         differences = whole_differences(twin, heard)
-    elif heard.errors and server_died and not kind.resumes:
+    elif heard.errors and deaths > (1 if kind.resumes else 0):
         differences = honest_error_differences(twin, heard)
         return ("different" if differences else "honest_errors"), differences
     else:
@@ -244,8 +245,8 @@ class Traffic:
             request["cache_salt"] = draw.salt
         started_at = time.monotonic()
         heard = await ask(self._client, self._client.url + kind.path, request, draw.leaves_after_s)
-        server_died = any(at >= started_at for at, _ in self.tally.kills)
-        verdict, differences = judge(kind, twin, heard, server_died=server_died)
+        deaths = sum(at >= started_at for at, _ in self.tally.kills)
+        verdict, differences = judge(kind, twin, heard, deaths=deaths)
         moves = await self._moves_of(heard.request_id)
         counts = self.tally.of(kind)
         counts.requests += 1
@@ -317,24 +318,34 @@ class Traffic:
                 if stop.is_set():
                     return
                 which, _ = self._choices.fractions("kill", index)
-                victim = pick(which, self._client.stack.instances)
+                victim = await self._victim(which)
+                boot_id = (await self._instances())[victim.id]["boot_id"]
                 os.killpg(victim.pid, signal.SIGKILL)
                 self.tally.kills.append((time.monotonic(), victim.id))
                 try:
                     await self._client.stack.restart(victim.id)
-                    await self._until_seen(victim.id)
+                    await self._until_seen(victim.id, boot_id)
                 except (StackFailed, ProcessFailed, TimeoutError) as error:
                     self.tally.problems.append(f"{victim.id} could not be started again: {error}")
                     return
 
-    async def _until_seen(self, instance_id: str) -> None:
-        """Until the gateway sends requests there again."""
+    async def _victim(self, which: float) -> Instance:
+        """One that has something to lose, if any has."""
+        stack = self._client.stack
+        running = [entry["instance"] for entry in (await self._admin("requests"))["requests"] if entry["instance"]]
+        return stack.instance(pick(which, running)) if running else stack.instances[0]
+
+    async def _until_seen(self, instance_id: str, boot_id_before: str) -> None:
+        """Until the gateway knows the new one, and sends requests there."""
         async with asyncio.timeout(SEEN_TIMEOUT_S):
             while True:
-                entries = {entry["id"]: entry for entry in (await self._admin("instances"))["instances"]}
-                if entries[instance_id]["healthy"] and not entries[instance_id]["stale"]:
+                entry = (await self._instances()).get(instance_id, {"boot_id": boot_id_before})
+                if entry["boot_id"] != boot_id_before and entry["healthy"] and not entry["stale"]:
                     return
                 await asyncio.sleep(0.2)
+
+    async def _instances(self) -> dict[str, dict[str, Any]]:
+        return {entry["id"]: entry for entry in (await self._admin("instances"))["instances"]}
 
 
 def outcome_of(answer: Mapping[str, Any]) -> str:
@@ -342,7 +353,9 @@ def outcome_of(answer: Mapping[str, Any]) -> str:
     if answer.get("outcome") == "committed":
         return "committed"
     reason = answer.get("reason") or (answer.get("error") or {}).get("message") or "unknown"
-    words = ["N" if any(letter.isdigit() for letter in word) else word for word in str(reason).split()]
+    words = [
+        "N" if any(letter.isdigit() for letter in word) else word for word in str(reason).partition("(")[0].split()
+    ]
     return " ".join(words)[:160]
 
 
