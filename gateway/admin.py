@@ -19,7 +19,7 @@ from gateway.scheduler.leader import Leader
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.session import Sessions
 from gateway.telemetry import Counters, log
-from gateway.wire import MigrationResult, is_identifier
+from gateway.wire import MIGRATION_METHODS, MigrationResult, is_identifier
 
 PAUSE_WAIT_S = 5.0
 """A migration's result may be there before the first event of the destination: wait that long for the pause."""
@@ -61,28 +61,28 @@ class Admin:
 
     async def migrate(self, order: Any) -> dict[str, Any]:
         """Moves one request and waits for the outcome; the pause is what this request's client saw."""
-        request_id, destination_id = _read_order(order)
+        request_id, destination_id, method = _read_order(order)
         source = await self._source(request_id)
         destination = self._members.get(destination_id)
         if destination is None:
             raise NotFound(f"There is no instance `{destination_id}`.", param="destination", code="instance_not_found")
         try:
-            result = await self._order(request_id, source, destination)
+            result = await self._order(request_id, source, destination, method)
         except LlumletRefused as error:
             # It has just left there, and its reply lags behind: once that has followed, the order can be given again.
             if error.llumlet_status != 404 or not await self._has_followed(request_id, source):
                 raise _refusal(error) from error
             try:
-                result = await self._order(request_id, await self._source(request_id), destination)
+                result = await self._order(request_id, await self._source(request_id), destination, method)
             except LlumletRefused as again:
                 raise _refusal(again) from again
         return {**result.to_json(), **await self._pause(request_id, result.migration_id, result.outcome)}
 
-    async def _order(self, request_id: str, source: Instance, destination: Instance) -> MigrationResult:
+    async def _order(self, request_id: str, source: Instance, destination: Instance, method: str) -> MigrationResult:
         if destination == source:
             raise BadRequest(f"The request is on `{source.instance_id}` already.", param="destination")
         log("migrate", request=request_id, source=source.instance_id, to=destination.instance_id)
-        return await self._executor.migrate(source.url, request_id, destination.instance_id, destination.url)
+        return await self._executor.migrate(source, request_id, destination, method)
 
     async def _has_followed(self, request_id: str, source: Instance) -> bool:
         """Whether this gateway's own reply goes on from another instance now, or does so soon."""
@@ -181,15 +181,18 @@ async def _json(request: Request) -> Any:
         raise BadRequest("The request body is not valid JSON.") from error
 
 
-def _read_order(order: Any) -> tuple[str, str]:
+def _read_order(order: Any) -> tuple[str, str, str]:
     if not isinstance(order, dict):
         raise BadRequest("The request body must be a JSON object with `request` and `destination`.")
     for name in ("request", "destination"):
         if not isinstance(order.get(name), str) or not order[name]:
             raise BadRequest(f"`{name}` is missing or not a string.", param=name)
+    method = order.get("method", "live")
+    if method not in MIGRATION_METHODS:
+        raise BadRequest(f"`method` must be one of {', '.join(MIGRATION_METHODS)}.", param="method")
     request_id: str = order["request"]
     for prefix in _ID_PREFIXES:
         request_id = request_id.removeprefix(prefix)
     if not is_identifier(request_id):
         raise NotFound("There is no running request of this id.", param="request", code="request_not_found")
-    return request_id, order["destination"]
+    return request_id, order["destination"], method

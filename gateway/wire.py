@@ -153,13 +153,19 @@ class Pairing(Message):
     concurrency: int = 1
 
 
+MIGRATION_METHODS = ("live", "blocking", "recompute")
+"""``live``: KV is copied while the request decodes on. ``blocking``: it stops, all of its KV is copied, it goes on.
+``recompute``: it stops and goes on without a copy. The latter two are there to be compared with."""
+
+
 @dataclass(frozen=True, slots=True)
 class MigrateOrder(Message):
-    """Move one request now (``POST /admin/migrate``)."""
+    """Move one request now (``POST /admin/migrate``). ``method`` is one of :data:`MIGRATION_METHODS`."""
 
     request_id: str
     destination_id: str
     destination_url: str
+    method: str = "live"
 
 
 @dataclass(frozen=True, slots=True)

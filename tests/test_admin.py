@@ -98,6 +98,27 @@ async def test_wrong_orders(start_gateway: StartGateway) -> None:
             assert_openai_error(await running.admin("POST", "/admin/migrate", json={"request": request_id}), 400)
 
 
+@pytest.mark.parametrize("method", [None, "live", "blocking", "recompute"])
+async def test_an_order_may_name_a_method(method: str | None, start_gateway: StartGateway) -> None:
+    orders: list[wire.MigrateOrder] = []
+
+    async def migrate(order: wire.MigrateOrder) -> tuple[int, Any]:
+        orders.append(order)
+        return 200, result(order, outcome="aborted")
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        a.script, a.migrate = starts_and_waits, migrate
+        async with running.client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as response:
+            order = {"request": response.headers[wire.REQUEST_ID_HEADER], "destination": "b"}
+            named = order | ({} if method is None else {"method": method})
+            assert (await running.admin("POST", "/admin/migrate", json=named)).status_code == 200
+            wrong: Any
+            for wrong in ("", "LIVE", 1, None, []):
+                answer = await running.admin("POST", "/admin/migrate", json=order | {"method": wrong})
+                assert assert_openai_error(answer, 400)["param"] == "method"
+    assert [order.method for order in orders] == [method or "live"]
+
+
 @pytest.mark.parametrize(
     ("status", "code", "expected"), [(409, "cannot_move", 409), (404, "request_not_found", 404), (500, "x", 502)]
 )

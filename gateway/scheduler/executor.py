@@ -7,7 +7,7 @@ from typing import assert_never
 
 from gateway import wire
 from gateway.cluster.llumlet import LlumletClient
-from gateway.cluster.members import Members
+from gateway.cluster.members import Instance, Members
 from gateway.errors import LlumletRefused, LlumletUnreachable
 from gateway.policy.decide import Action, Pair, Unpair
 from gateway.telemetry import Counters, log
@@ -34,9 +34,12 @@ class Executor:
             self._counters.add("actions_failed")
             log("action_failed", level=logging.WARNING, action=action, reason=error.message)
 
-    async def migrate(self, source_url: str, request_id: str, destination_id: str, url: str) -> wire.MigrationResult:
+    async def migrate(
+        self, source: Instance, request_id: str, destination: Instance, method: str = "live"
+    ) -> wire.MigrationResult:
         """Moves one request now. Raises what the source's llumlet answers."""
-        return await self._llumlets.migrate(source_url, wire.MigrateOrder(request_id, destination_id, url))
+        order = wire.MigrateOrder(request_id, destination.instance_id, destination.url, method)
+        return await self._llumlets.migrate(source.url, order)
 
     async def _pair(self, action: Pair) -> None:
         source, destination = self._members.get(action.source_id), self._members.get(action.destination_id)
