@@ -72,6 +72,21 @@ class Stream:
         self._arrived.set()
 
 
+@dataclass(slots=True)
+class StepReports:
+    """One instance's mean step time, as it reports it every 100 ms."""
+
+    reports: list[tuple[float, float]] = field(default_factory=list)
+    """(seconds, milliseconds)"""
+
+    def within(self, begin_s: float, end_s: float) -> list[float]:
+        return [step_ms for at_s, step_ms in self.reports if begin_s <= at_s <= end_s]
+
+    async def read(self, response: aiohttp.ClientResponse) -> None:
+        async for line in response.content:
+            self.reports.append((time.perf_counter(), json.loads(line)["step_ms"]))
+
+
 class Cluster:
     """A stack of two instances, ``a`` and ``b``, seen by a client that may also give operators' orders."""
 
@@ -106,6 +121,19 @@ class Cluster:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
+    @contextlib.asynccontextmanager
+    async def step_reports(self, instance_id: str) -> AsyncIterator[StepReports]:
+        url = self._stack.instance(instance_id).url
+        reports = StepReports()
+        async with self._http.get(f"{url}/llumlet/reports", headers=self._secret()) as response:
+            response.raise_for_status()
+            reading = asyncio.create_task(reports.read(response))
+            try:
+                yield reports
+            finally:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+
     async def move(self, stream: Stream, destination_id: str, method: str) -> dict[str, Any]:
         """The gateway's answer to a forced migration that was committed; raises NotMeasured for any other."""
         order = {"request": stream.request_id, "destination": destination_id, "method": method}
@@ -133,6 +161,13 @@ class Cluster:
             if request["request_id"] == stream.request_id:
                 return int(request["prompt_tokens"])
         raise NotMeasured("a request runs elsewhere than it was sent")
+
+    async def computed_tokens(self, stream: Stream, instance_id: str) -> int:
+        """What the first step at the destination computed of a request that has arrived there."""
+        for arrival in reversed((await self._status(self._stack.instance(instance_id)))["arrivals"]):
+            if arrival["request_id"] == stream.request_id:
+                return int(arrival["computed_tokens"])
+        raise NotMeasured("a request has not arrived where it was moved to")
 
     @contextlib.asynccontextmanager
     async def _only(self, instance_id: str) -> AsyncIterator[None]:

@@ -6,14 +6,19 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from loadtest.bench.colocated import ColocatedSample, worst_step_ratio
 
 Arrivals = Sequence[tuple[float, int]]
 """(seconds, tokens so far) of each event that brought tokens."""
 
 METHODS = ("live", "blocking", "recompute")
+BURST_GAP_MS = 1.0
+"""No step is so short: the event had waited for the one before."""
+BURST_SHARE_MAX = 0.2
 CONFIDENCE = 0.95
 
 
@@ -34,27 +39,40 @@ class MoveTiming:
     source_gap_ms: float
     destination_gap_ms: float
     """The median gap after the move, so the destination's decode step as a client sees it."""
-    left_at_s: float
-    """When the last event of the source arrived."""
 
 
 def time_move(arrivals: Arrivals, output_tokens: int) -> MoveTiming:
-    """``output_tokens``: how many the source has sent. Raises NotMeasured unless both sides sent two events or more."""
-    first = next((index for index, (_, total) in enumerate(arrivals) if total > output_tokens), len(arrivals))
+    """``output_tokens``: how many the source has sent.
+
+    Raises NotMeasured unless both sides sent two events or more, one by one: where tokens come in bursts, because the
+    machine has no time for all processes, gaps say nothing about steps.
+    """
+    first = _first_after(arrivals, output_tokens)
     gaps_ms = gaps(arrivals)
     before_ms, after_ms = gaps_ms[: first - 1], gaps_ms[first:]
     if first < 2 or not after_ms:
         raise NotMeasured(f"{first} events before the move and {len(arrivals) - first} after it are too few")
     move_gap_ms = gaps_ms[first - 1]
-    usual_gap_ms = statistics.median([*before_ms, *after_ms])
+    usual_ms = [*before_ms, *after_ms]
+    if sum(gap_ms < BURST_GAP_MS for gap_ms in usual_ms) > BURST_SHARE_MAX * len(usual_ms):
+        raise NotMeasured("tokens came in bursts: the machine is too busy")
+    usual_gap_ms = statistics.median(usual_ms)
     return MoveTiming(
         move_gap_ms=move_gap_ms,
         usual_gap_ms=usual_gap_ms,
         pause_ms=move_gap_ms - usual_gap_ms,
         source_gap_ms=statistics.median(before_ms),
         destination_gap_ms=statistics.median(after_ms),
-        left_at_s=arrivals[first - 1][0],
     )
+
+
+def _first_after(arrivals: Arrivals, output_tokens: int) -> int:
+    return next((index for index, (_, total) in enumerate(arrivals) if total > output_tokens), len(arrivals))
+
+
+def last_before(arrivals: Arrivals, output_tokens: int) -> float:
+    """When the last event of the source arrived, in seconds."""
+    return arrivals[_first_after(arrivals, output_tokens) - 1][0]
 
 
 def gaps(arrivals: Arrivals) -> list[float]:
@@ -151,25 +169,11 @@ class Sample:
     timing: MoveTiming
     result: dict[str, Any]
     """The gateway's answer: the MigrationResult, with the gateway's own ``pause_ms`` and ``token_gap_ms``."""
+    computed_tokens: int
+    """What the destination's first step had to compute: of a copied sequence, the tail that filled no block."""
     gaps_ms: list[float]
     """All gaps of the stream, in order; ``gaps_ms[move_index]`` is the one with the move."""
     move_index: int
-
-
-@dataclass(frozen=True, slots=True)
-class ColocatedSample:
-    """One live move beside streams that stay: their gaps, on either side, without a move under way and with one."""
-
-    length: int
-    with_ms: dict[str, list[float]]
-    """By side, ``source`` and ``destination``: from the order to the last event of the source."""
-    without_ms: dict[str, list[float]]
-    """The same streams just before the order."""
-    bytes: int
-    window_ms: float
-
-
-SIDES = ("source", "destination")
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -178,33 +182,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in (*figures.items(), ("max", max(values)))}
 
 
-def colocated_ratio(samples: Iterable[ColocatedSample], side: str) -> float | None:
-    """Median step of the streams that stay, with a move under way, over the one without. Pooled over ``samples``."""
-    with_ms = [gap for sample in samples for gap in sample.with_ms[side]]
-    without_ms = [gap for sample in samples for gap in sample.without_ms[side]]
-    if not with_ms or not without_ms:
-        return None
-    return round(statistics.median(with_ms) / statistics.median(without_ms), 4)
-
-
-def control_ratio(samples: Iterable[ColocatedSample], side: str) -> float | None:
-    """The same between the two halves of the windows without a move: how far from 1 such a ratio is by chance."""
-    halves: tuple[list[float], list[float]] = ([], [])
-    for sample in samples:
-        gaps_ms = sample.without_ms[side]
-        halves[0].extend(gaps_ms[: len(gaps_ms) // 2])
-        halves[1].extend(gaps_ms[len(gaps_ms) // 2 :])
-    if not halves[0] or not halves[1]:
-        return None
-    return round(statistics.median(halves[1]) / statistics.median(halves[0]), 4)
-
-
 def row(length: int, samples: Sequence[Sample], colocated: Sequence[ColocatedSample]) -> dict[str, Any]:
     """What one length comes to; ``None`` where something was not measured."""
     by_method = {method: [sample for sample in samples if sample.method == method] for method in METHODS}
     pauses_ms = {method: [sample.timing.pause_ms for sample in by_method[method]] for method in METHODS}
     live = by_method["live"]
-    ratios = [ratio for side in SIDES if (ratio := colocated_ratio(colocated, side)) is not None]
     return {
         "tokens": length,
         "repeats": {method: len(by_method[method]) for method in METHODS},
@@ -214,12 +196,13 @@ def row(length: int, samples: Sequence[Sample], colocated: Sequence[ColocatedSam
         "recompute_ms_p50": _median(pauses_ms["recompute"]),
         "decode_step_ms_p50": _median([sample.timing.destination_gap_ms for sample in live]),
         "pause_steps_p50": _median([sample.timing.pause_ms / sample.timing.destination_gap_ms for sample in live], 4),
+        "computed_tokens_p50": _median([sample.computed_tokens for sample in live]),
         "final_ms_p50": _median([sample.result["final_ms"] for sample in live]),
         "duration_ms_p50": _median([sample.result["duration_ms"] for sample in live]),
         "stages": _median([sample.result["stages"] for sample in live]),
         "bytes": _median([sample.result["bytes_sent"] for sample in live]),
         "spread_ms": {method: spread(pauses_ms[method]) for method in METHODS if pauses_ms[method]},
-        "colocated_step_ratio": max(ratios) if ratios else None,
+        "colocated_step_ratio": worst_step_ratio(colocated),
     }
 
 

@@ -21,8 +21,9 @@ from typing import TypeVar
 
 import aiohttp
 
-from loadtest.bench.cluster import Cluster, Stream, build_document
-from loadtest.bench.measures import SIDES, ColocatedSample, NotMeasured, Sample, gaps, gaps_within, time_move
+from loadtest.bench.cluster import Cluster, StepReports, Stream, build_document
+from loadtest.bench.colocated import SIDES, ColocatedSample, Windows
+from loadtest.bench.measures import NotMeasured, Sample, gaps, gaps_within, last_before, time_move
 from loadtest.bench.plot import draw
 from loadtest.bench.result import (
     build_result,
@@ -137,6 +138,7 @@ class Bench:
             result = await self._cluster.move(stream, DESTINATION, run.method)
             await stream.wait_for_tokens(result["output_tokens"] + TOKENS_AFTER)
             arrivals = list(stream.arrivals)
+            computed_tokens = await self._cluster.computed_tokens(stream, DESTINATION)
         copied = result["blocks_sent"] * BENCH_SHAPE.kv_bytes_per_token * BLOCK_SIZE
         if result["blocks_reused"] or result["bytes_sent"] != (copied if run.method != "recompute" else 0):
             raise NotMeasured(f"blocks were not all sent: {result}")
@@ -146,6 +148,7 @@ class Bench:
             tokens=run.length - TOKENS_BEFORE + result["output_tokens"],
             timing=time_move(arrivals, result["output_tokens"]),
             result=result,
+            computed_tokens=computed_tokens,
             gaps_ms=[round(gap, 3) for gap in gaps(arrivals)],
             move_index=next(i for i, (_, total) in enumerate(arrivals) if total > result["output_tokens"]) - 1,
         )
@@ -164,6 +167,10 @@ class Bench:
                     await stack.enter_async_context(self._cluster.stream(prompt, COLOCATED_TOKENS_MAX, instance_id))
                     for prompt in prompts
                 ]
+            reports = {
+                side: await stack.enter_async_context(self._cluster.step_reports(instance_id))
+                for side, instance_id in zip(SIDES, (SOURCE, DESTINATION), strict=True)
+            }
             moving = await stack.enter_async_context(self._cluster.stream(self._prompt(length), TOKENS_MAX, SOURCE))
             await moving.wait_for_tokens(TOKENS_BEFORE)
             begin_s = time.perf_counter()
@@ -171,21 +178,24 @@ class Bench:
             order_s = time.perf_counter()
             result = await self._cluster.move(moving, DESTINATION, "live")
             await moving.wait_for_tokens(result["output_tokens"] + 2)
-            left_s = time_move(moving.arrivals, result["output_tokens"]).left_at_s
-        return ColocatedSample(
-            length=length,
-            with_ms={side: _pooled_gaps(streams, order_s, left_s) for side, streams in staying.items()},
-            without_ms={side: _pooled_gaps(streams, begin_s, order_s) for side, streams in staying.items()},
-            bytes=result["bytes_sent"],
-            window_ms=1000 * (left_s - order_s),
-        )
+            left_s = last_before(moving.arrivals, result["output_tokens"])
+            source, destination = (_windows(staying[side], reports[side], begin_s, order_s, left_s) for side in SIDES)
+        return ColocatedSample(length, source, destination, result["bytes_sent"], round(1000 * (left_s - order_s), 3))
 
     def _prompt(self, length: int) -> str:
         return "".join(self._document[: length - TOKENS_BEFORE])
 
 
-def _pooled_gaps(streams: Sequence[Stream], begin_s: float, end_s: float) -> list[float]:
-    return [round(gap, 3) for stream in streams for gap in gaps_within(stream.arrivals, begin_s, end_s)]
+def _windows(streams: Sequence[Stream], reports: StepReports, begin_s: float, order_s: float, left_s: float) -> Windows:
+    def seen(begin_s: float, end_s: float) -> list[float]:
+        return [round(gap, 3) for stream in streams for gap in gaps_within(stream.arrivals, begin_s, end_s)]
+
+    return Windows(
+        without_ms=seen(begin_s, order_s),
+        with_ms=seen(order_s, left_s),
+        engine_without_ms=reports.within(begin_s, order_s),
+        engine_with_ms=reports.within(order_s, left_s),
+    )
 
 
 VLLM_ARGUMENTS = ("--max-model-len", "34816", "--max-num-batched-tokens", "2048")

@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -14,20 +13,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from loadtest.bench.colocated import SIDES, ColocatedSample, figures, worst_step_ratio
 from loadtest.bench.measures import (
-    SIDES,
-    ColocatedSample,
     NotMeasured,
     Sample,
     Slope,
-    colocated_ratio,
-    control_ratio,
     least_squares_slope,
     rank_slope,
     row,
 )
 from loadtest.test_model import BENCH_SHAPE
 
+MEBIBYTE = 1 << 20
 PAUSE_STEPS_MAX = 2.0
 LONG_TOKENS = 16_384
 RECOMPUTE_FACTOR_MIN = 50.0
@@ -80,26 +77,15 @@ def build_result(
         )
         for length in lengths
     ]
-    ratios = {side: colocated_ratio(colocated, side) for side in SIDES}
-    known = [ratio for ratio in ratios.values() if ratio is not None]
+    beside = {side: figures(colocated, side) for side in SIDES}
     slopes = _slopes([sample for sample in samples if sample.method == "live"])
     return {
         **about,
         "rows": rows,
-        "colocated_step_ratio": max(known) if known else None,
-        "colocated": {
-            "step_ratio": ratios,
-            "control_ratio": {side: control_ratio(colocated, side) for side in SIDES},
-            "step_ms_p50": {
-                side: {
-                    "without": _pooled_median([sample.without_ms[side] for sample in colocated]),
-                    "with": _pooled_median([sample.with_ms[side] for sample in colocated]),
-                }
-                for side in SIDES
-            },
-        },
+        "colocated_step_ratio": worst_step_ratio(colocated),
+        "colocated": beside,
         "slopes": {name: asdict(slope) for name, slope in slopes.items()},
-        "bars": bars(rows, slopes, ratios),
+        "bars": bars(rows, slopes, {side: values["step_ratio"] for side, values in beside.items()}),
         "discarded": list(discarded),
         "samples": [asdict(sample) for sample in samples],
         "colocated_samples": [asdict(sample) for sample in colocated],
@@ -121,11 +107,6 @@ def _slopes(live: Sequence[Sample]) -> dict[str, Slope]:
         }
     except NotMeasured:
         return {}
-
-
-def _pooled_median(windows: Sequence[Sequence[float]]) -> float | None:
-    pooled = [gap for window in windows for gap in window]
-    return round(statistics.median(pooled), 3) if pooled else None
 
 
 def bars(
@@ -207,8 +188,9 @@ def describe(result: dict[str, Any]) -> str:
     lines = ["", "The pause beyond the usual gap between tokens, medians:", ""]
     lines.append("".join(title.rjust(width) for _, title, width in COLUMNS))
     lines += ["".join(_cell(name, entry[name]).rjust(width) for name, _, width in COLUMNS) for entry in result["rows"]]
-    lines += ["", f"steps beside a move under way, over those without: {result['colocated']['step_ratio']}"]
-    lines += [f"by chance (two halves without a move):               {result['colocated']['control_ratio']}", ""]
+    lines += ["", "Steps of requests that stay, beside a move under way, over those without:", ""]
+    lines += [f"  {side}: {values}" for side, values in result["colocated"].items()]
+    lines.append("")
     words = {True: "met", False: "NOT MET", None: "not measured"}
     lines += [f"{words[bar['met']]:>12}  {bar['bar']}: {bar['measured']}" for bar in result["bars"]]
     return "\n".join(lines)
@@ -218,7 +200,7 @@ def _cell(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     if name == "bytes":
-        return f"{value / (1 << 20):.1f}"
+        return f"{value / MEBIBYTE:.1f}"
     return (
         f"{value:.0f}"
         if name in ("tokens", "stages")
@@ -230,14 +212,23 @@ def _cell(name: str, value: float | None) -> str:
 
 def describe_sample(sample: Sample) -> str:
     timing, result = sample.timing, sample.result
-    return (
-        f"{sample.method:9} {sample.tokens:6} tokens: pause {timing.pause_ms:8.1f} ms "
-        f"(usual gap {timing.usual_gap_ms:.1f}, final stage {result['final_ms']:.1f}), "
-        f"{result['stages']} stages, {result['bytes_sent'] / (1 << 20):.1f} MiB, {result['duration_ms']:.0f} ms in all"
+    parts = (
+        f"{sample.method:9} {sample.tokens:6} tokens: pause {timing.pause_ms:8.1f} ms",
+        f"usual gap {timing.usual_gap_ms:.1f}",
+        f"final stage {result['final_ms']:.1f}",
+        f"{sample.computed_tokens} computed",
+        f"{result['stages']} stages",
+        f"{result['bytes_sent'] / MEBIBYTE:.1f} MiB",
+        f"{result['duration_ms']:.0f} ms in all",
     )
+    return ", ".join(parts)
 
 
 def describe_colocated(sample: ColocatedSample) -> str:
-    ratios = "  ".join(f"{side} {colocated_ratio([sample], side) or float('nan'):.3f}" for side in SIDES)
-    counts = "+".join(str(len(sample.with_ms[side])) for side in SIDES)
-    return f"beside others, {sample.length} tokens: {sample.window_ms:.0f} ms under way, {counts} gaps; steps: {ratios}"
+    sides = "; ".join(
+        f"{side} x{values['step_ratio']} ({len(sample.side(side).with_ms)} gaps; mean x{values['mean_step_ratio']}, "
+        f"engine x{values['engine_step_ratio']})"
+        for side in SIDES
+        for values in [figures([sample], side)]
+    )
+    return f"beside others, {sample.length} tokens: {sample.window_ms:.0f} ms under way; steps: {sides}"

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
+from loadtest.bench.colocated import ColocatedSample, Windows, figures, worst_step_ratio
 from loadtest.bench.measures import (
-    ColocatedSample,
     NotMeasured,
     Points,
     Sample,
     Slope,
-    colocated_ratio,
-    control_ratio,
     gaps_within,
+    last_before,
     least_squares_slope,
     quantile,
     rank_slope,
@@ -40,7 +39,7 @@ def build_arrivals(gaps_ms: list[float], tokens_an_event: int = 1) -> list[tuple
 def build_sample(length: int, pause_ms: float, method: str = "live", step_ms: float = 10.0) -> Sample:
     arrivals = build_arrivals([step_ms, step_ms, pause_ms + step_ms, step_ms, step_ms])
     result = {"output_tokens": 3, "final_ms": 4.0, "duration_ms": 50.0, "stages": 2, "bytes_sent": 1024}
-    return Sample(length, method, length + 3, time_move(arrivals, 3), result, [], 2)
+    return Sample(length, method, length + 3, time_move(arrivals, 3), result, 7, [], 2)
 
 
 def test_the_pause_is_the_gap_with_the_move_less_the_usual_gap() -> None:
@@ -49,7 +48,7 @@ def test_the_pause_is_the_gap_with_the_move_less_the_usual_gap() -> None:
     assert timing.usual_gap_ms == pytest.approx(12)
     assert timing.pause_ms == pytest.approx(18)
     assert [timing.source_gap_ms, timing.destination_gap_ms] == pytest.approx([8, 12])
-    assert timing.left_at_s == pytest.approx(10.016)
+    assert last_before(build_arrivals([8, 8, 30, 12]), 3) == pytest.approx(10.016)
 
 
 def test_events_with_several_tokens_are_counted_by_token() -> None:
@@ -60,6 +59,12 @@ def test_events_with_several_tokens_are_counted_by_token() -> None:
 def test_a_move_with_too_little_on_either_side_is_not_measured(output_tokens: int) -> None:
     with pytest.raises(NotMeasured):
         time_move(build_arrivals([10, 10, 10, 10, 10, 10]), output_tokens)
+
+
+def test_a_stream_in_bursts_is_not_measured() -> None:
+    with pytest.raises(NotMeasured, match="bursts"):
+        time_move(build_arrivals([0.1, 0.1, 40, 0.1, 0.1, 40, 0.1]), 3)
+    assert time_move(build_arrivals([8, 8, 0.1, 16, 8, 8, 8, 8, 8]), 5).usual_gap_ms == pytest.approx(8)
 
 
 def test_a_window_takes_only_whole_gaps() -> None:
@@ -107,18 +112,20 @@ def test_a_slope_over_one_length_is_not_measured(fit: Callable[[Points], Slope])
 
 
 def test_the_step_ratio_is_that_of_the_medians_and_has_a_control() -> None:
-    samples = [
-        ColocatedSample(
-            length=8192,
-            with_ms={"source": [11, 11, 90], "destination": []},
-            without_ms={"source": [10, 10, 10.5, 10.5], "destination": [5, 5]},
-            bytes=1,
-            window_ms=100,
-        )
-    ]
-    assert colocated_ratio(samples, "source") == pytest.approx(11 / 10.25, abs=1e-3)
-    assert control_ratio(samples, "source") == 1.05
-    assert colocated_ratio(samples, "destination") is None
+    source = Windows([10, 10, 10.5, 10.5], [11, 11, 90], [8, 8], [10])
+    destination = Windows([5, 5], [], [], [])
+    sample = ColocatedSample(8192, source, destination, bytes=1, window_ms=100)
+    assert figures([sample], "source") == {
+        "step_ratio": pytest.approx(11 / 10.25, abs=1e-3),
+        "control_ratio": 1.05,
+        "mean_step_ratio": pytest.approx(112 / 3 / 10.25, abs=1e-3),
+        "engine_step_ratio": 1.25,
+        "step_ms_p50_without": 10.25,
+        "step_ms_p50_with": 11,
+    }
+    assert figures([sample], "destination")["step_ratio"] is None
+    assert worst_step_ratio([sample]) == figures([sample], "source")["step_ratio"]
+    assert worst_step_ratio([]) is None
 
 
 def test_a_row_has_what_was_promised() -> None:
