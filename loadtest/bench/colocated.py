@@ -33,6 +33,9 @@ class ColocatedSample:
     bytes: int
     window_ms: float
     """From the order to the last event of the source."""
+    pause_ms: float | None
+    """Of the request that moved, to a destination that was busy; ``None`` if its tokens came in bursts."""
+    destination_gap_ms: float | None
 
     def side(self, name: str) -> Windows:
         return self.source if name == "source" else self.destination

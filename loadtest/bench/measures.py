@@ -187,6 +187,8 @@ def row(length: int, samples: Sequence[Sample], colocated: Sequence[ColocatedSam
     by_method = {method: [sample for sample in samples if sample.method == method] for method in METHODS}
     pauses_ms = {method: [sample.timing.pause_ms for sample in by_method[method]] for method in METHODS}
     live = by_method["live"]
+    beside_ms = [(beside.pause_ms, beside.destination_gap_ms) for beside in colocated]
+    beside_steps = [pause / step for pause, step in beside_ms if pause is not None and step is not None]
     return {
         "tokens": length,
         "repeats": {method: len(by_method[method]) for method in METHODS},
@@ -198,10 +200,16 @@ def row(length: int, samples: Sequence[Sample], colocated: Sequence[ColocatedSam
         "pause_steps_p50": _median([sample.timing.pause_ms / sample.timing.destination_gap_ms for sample in live], 4),
         "computed_tokens_p50": _median([sample.computed_tokens for sample in live]),
         "final_ms_p50": _median([sample.result["final_ms"] for sample in live]),
+        "first_step_ms_p50": _median([sample.timing.move_gap_ms - sample.result["final_ms"] for sample in live]),
         "duration_ms_p50": _median([sample.result["duration_ms"] for sample in live]),
         "stages": _median([sample.result["stages"] for sample in live]),
         "bytes": _median([sample.result["bytes_sent"] for sample in live]),
         "spread_ms": {method: spread(pauses_ms[method]) for method in METHODS if pauses_ms[method]},
+        "beside_others": {
+            "pause_ms_p50": _median([pause for pause, _ in beside_ms if pause is not None]),
+            "pause_steps_p50": _median(beside_steps, 4),
+            "repeats": len(beside_steps),
+        },
         "colocated_step_ratio": worst_step_ratio(colocated),
     }
 

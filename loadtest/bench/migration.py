@@ -177,10 +177,21 @@ class Bench:
             await asyncio.sleep(COLOCATED_WINDOW_S)
             order_s = time.perf_counter()
             result = await self._cluster.move(moving, DESTINATION, "live")
-            await moving.wait_for_tokens(result["output_tokens"] + 2)
+            await moving.wait_for_tokens(result["output_tokens"] + TOKENS_AFTER)
             left_s = last_before(moving.arrivals, result["output_tokens"])
             source, destination = (_windows(staying[side], reports[side], begin_s, order_s, left_s) for side in SIDES)
-        return ColocatedSample(length, source, destination, result["bytes_sent"], round(1000 * (left_s - order_s), 3))
+        timing = None
+        with contextlib.suppress(NotMeasured):
+            timing = time_move(moving.arrivals, result["output_tokens"])
+        return ColocatedSample(
+            length=length,
+            source=source,
+            destination=destination,
+            bytes=result["bytes_sent"],
+            window_ms=round(1000 * (left_s - order_s), 3),
+            pause_ms=timing.pause_ms if timing is not None else None,
+            destination_gap_ms=timing.destination_gap_ms if timing is not None else None,
+        )
 
     def _prompt(self, length: int) -> str:
         return "".join(self._document[: length - TOKENS_BEFORE])

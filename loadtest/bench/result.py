@@ -231,4 +231,5 @@ def describe_colocated(sample: ColocatedSample) -> str:
         for side in SIDES
         for values in [figures([sample], side)]
     )
-    return f"beside others, {sample.length} tokens: {sample.window_ms:.0f} ms under way; steps: {sides}"
+    pause = f"{sample.pause_ms:.0f} ms" if sample.pause_ms is not None else "not measured"
+    return f"beside others, {sample.length} tokens: pause {pause}, {sample.window_ms:.0f} ms under way; steps: {sides}"

@@ -111,10 +111,14 @@ def test_a_slope_over_one_length_is_not_measured(fit: Callable[[Points], Slope])
         fit([(256, 1.0), (256, 2.0), (256, 3.0)])
 
 
-def test_the_step_ratio_is_that_of_the_medians_and_has_a_control() -> None:
+def build_colocated() -> ColocatedSample:
     source = Windows([10, 10, 10.5, 10.5], [11, 11, 90], [8, 8], [10])
     destination = Windows([5, 5], [], [], [])
-    sample = ColocatedSample(8192, source, destination, bytes=1, window_ms=100)
+    return ColocatedSample(8192, source, destination, bytes=1, window_ms=100, pause_ms=30, destination_gap_ms=10)
+
+
+def test_the_step_ratio_is_that_of_the_medians_and_has_a_control() -> None:
+    sample = build_colocated()
     assert figures([sample], "source") == {
         "step_ratio": pytest.approx(11 / 10.25, abs=1e-3),
         "control_ratio": 1.05,
@@ -130,13 +134,15 @@ def test_the_step_ratio_is_that_of_the_medians_and_has_a_control() -> None:
 
 def test_a_row_has_what_was_promised() -> None:
     samples = [build_sample(256, pause_ms) for pause_ms in (5.0, 7.0, 100.0)] + [build_sample(256, 40.0, "blocking")]
-    values = row(256, samples, [])
+    values = row(256, samples, [build_colocated()])
     assert values["tokens"] == 256
     assert [values["pause_ms_p50"], values["pause_ms_max"]] == pytest.approx([7, 100])
     assert values["blocking_copy_ms_p50"] == pytest.approx(40)
     assert values["recompute_ms_p50"] is None
     assert values["decode_step_ms_p50"] == pytest.approx(10)
-    assert (values["stages"], values["bytes"], values["colocated_step_ratio"]) == (2, 1024, None)
+    assert (values["stages"], values["bytes"]) == (2, 1024)
+    assert values["colocated_step_ratio"] == pytest.approx(11 / 10.25, abs=1e-3)
+    assert values["beside_others"] == {"pause_ms_p50": 30, "pause_steps_p50": 3, "repeats": 1}
     assert values["repeats"] == {"live": 3, "blocking": 1, "recompute": 0}
 
 
