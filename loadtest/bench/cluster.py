@@ -106,20 +106,23 @@ class Cluster:
             "stream": True,
             "return_token_ids": True,
         }
-        async with self._only(instance_id):
-            response = await self._http.post(
-                f"{self._stack.gateway_url}/v1/completions", json=body, headers=_bearer(self._stack.api_key)
-            )
-        if response.status != 200:
-            raise NotMeasured(f"a request was refused: {await response.text()}")
-        stream = Stream(response.headers["x-request-id"])
-        reading = asyncio.create_task(stream.read(response))
-        try:
-            yield stream
-        finally:
-            response.close()
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+        async with contextlib.AsyncExitStack() as stack:
+            async with self._only(instance_id):
+                response = await stack.enter_async_context(
+                    self._http.post(
+                        f"{self._stack.gateway_url}/v1/completions", json=body, headers=_bearer(self._stack.api_key)
+                    )
+                )
+                if response.status != 200:
+                    raise NotMeasured(f"a request was refused: {await response.text()}")
+                stream = Stream(response.headers["x-request-id"])
+                reading = asyncio.create_task(stream.read(response))  # At once: what waits here arrives as a burst.
+            try:
+                yield stream
+            finally:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+                response.close()
 
     @contextlib.asynccontextmanager
     async def step_reports(self, instance_id: str) -> AsyncIterator[StepReports]:

@@ -23,7 +23,7 @@ import aiohttp
 
 from loadtest.bench.cluster import Cluster, StepReports, Stream, build_document
 from loadtest.bench.colocated import SIDES, ColocatedSample, Windows
-from loadtest.bench.measures import NotMeasured, Sample, gaps, gaps_within, last_before, time_move
+from loadtest.bench.measures import METHODS, NotMeasured, Sample, gaps, gaps_within, last_before, time_move
 from loadtest.bench.plot import draw
 from loadtest.bench.result import (
     build_result,
@@ -48,8 +48,10 @@ SOURCE, DESTINATION = "a", "b"
 TOKENS_BEFORE = 24
 """Output tokens before the order; the prompt is shorter by as many."""
 TOKENS_AFTER = 24
+WARM_UP_TOKENS = 512
 TOKENS_MAX = 1_900
 ATTEMPTS_MAX = 3
+SAMPLE_TIMEOUT_S = 240.0
 ORDER_SEED = 11
 
 COLOCATED_STREAMS = 2
@@ -96,11 +98,7 @@ class Run:
 
 def interleaved(plan: Plan) -> list[Run]:
     """Round by round, each in an order of its own, so that a slow minute of the machine spoils no single figure."""
-    left = {
-        Run(length, method): repeats
-        for method in ("live", "blocking", "recompute")
-        for length, repeats in getattr(plan, method).items()
-    }
+    left = {Run(length, method): repeats for method in METHODS for length, repeats in getattr(plan, method).items()}
     generator = random.Random(ORDER_SEED)
     rounds = []
     while left:
@@ -122,14 +120,18 @@ class Bench:
         self._document = build_document(longest)
 
     async def warm_up(self) -> float:
-        """The source computes the document; seconds."""
+        """The source computes the document, in so many seconds. A move by each method goes unrecorded."""
         started_s = time.monotonic()
-        async with self._cluster.stream(self._prompt(len(self._document)), 8, SOURCE) as stream:
+        async with self._cluster.stream(self._prompt(len(self._document)), TOKENS_MAX, SOURCE) as stream:
             await stream.wait_for_tokens(2)
             counted = await self._cluster.prompt_tokens(stream, SOURCE)
         if counted != len(self._document) - TOKENS_BEFORE:
             raise NotMeasured(f"{len(self._document) - TOKENS_BEFORE} words became {counted} tokens")
-        return time.monotonic() - started_s
+        document_s = time.monotonic() - started_s
+        for method in METHODS:  # What either side does for the first time takes longer.
+            with contextlib.suppress(NotMeasured):
+                await self.measure(Run(WARM_UP_TOKENS, method))
+        return document_s
 
     async def measure(self, run: Run) -> Sample:
         await self._cluster.forget(DESTINATION)
@@ -240,7 +242,8 @@ class Collection:
     async def _retried(self, what: str, measure: Callable[[], Awaitable[T]]) -> T:
         for attempt in itertools.count(1):
             try:
-                return await measure()
+                async with asyncio.timeout(SAMPLE_TIMEOUT_S):
+                    return await measure()
             except NotMeasured as error:
                 self.discarded.append(f"{what}: {error}")
                 self._say(f"{what}: once more, because {error}")
