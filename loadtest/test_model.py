@@ -1,6 +1,6 @@
 """Make the test model: a tiny LLaMA with random weights and its tokenizer, without any download.
 
-    python -m loadtest.test_model [DIRECTORY]
+    python -m loadtest.test_model [DIRECTORY]    # a DIRECTORY named kvferry-bench gets the model of the benchmarks
 
 The weights come from a fixed seed, so every machine makes the same model. They are drawn wide (``INITIALIZER_RANGE``):
 with the usual 0.02 such a model repeats one token for ever, and a broken migration would still produce equal output.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,29 @@ MODEL_DIRECTORY = Path(".cache/models") / MODEL_NAME
 
 SEED = 20241024
 INITIALIZER_RANGE = 0.2
-LAYERS = 4
-HIDDEN_SIZE = 128
-HEADS = 4
-KV_HEADS = 2
-POSITIONS_MAX = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a model's cost follows from."""
+
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    positions_max: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values, in float32."""
+        return self.layers * 2 * self.kv_heads * self.head_size * 4
+
+
+TEST_SHAPE = Shape(layers=4, hidden_size=128, heads=4, kv_heads=2, head_size=32, positions_max=32_768)
+BENCH_SHAPE = Shape(layers=4, hidden_size=128, heads=4, kv_heads=4, head_size=128, positions_max=34_816)
+"""KV heavy, compute light: 16 KiB of KV a token, and no more query heads than that takes."""
+BENCH_MODEL_DIRECTORY = Path(".cache/models/kvferry-bench")
 
 BEGIN, END, TURN, PAD = "<|begin|>", "<|end|>", "<|turn|>", "<|pad|>"
 SPECIAL_TOKENS = [BEGIN, END, TURN, PAD]
@@ -112,7 +131,7 @@ CHARACTERS = [" é", " ñ", " ü", " 水", " 山", " 海", " €", " ✓", " →
 """Whole characters beyond ASCII. The lone bytes in the vocabulary also yield characters that never become complete."""
 
 
-def build_tokenizer() -> Any:
+def build_tokenizer(positions_max: int) -> Any:
     """A byte-level tokenizer whose tokens are whole words with their leading space: random output reads as text.
 
     ``ignore_merges`` takes a word that is in the vocabulary as one token; anything else falls back to its bytes.
@@ -147,11 +166,11 @@ def build_tokenizer() -> Any:
         additional_special_tokens=[TURN, *MARKUP],
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
-        model_max_length=POSITIONS_MAX,
+        model_max_length=positions_max,
     )
 
 
-def build_model(tokenizer: Any) -> Any:
+def build_model(tokenizer: Any, shape: Shape) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -160,12 +179,13 @@ def build_model(tokenizer: Any) -> Any:
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=2 * HIDDEN_SIZE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=POSITIONS_MAX,
+        hidden_size=shape.hidden_size,
+        intermediate_size=2 * shape.hidden_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        max_position_embeddings=shape.positions_max,
         initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,
@@ -188,10 +208,10 @@ def build_model(tokenizer: Any) -> Any:
     return model
 
 
-def make_test_model(directory: Path = MODEL_DIRECTORY) -> Path:
+def make_test_model(directory: Path = MODEL_DIRECTORY, shape: Shape = TEST_SHAPE) -> Path:
     """Write the model to ``directory``, all or nothing, and return the directory."""
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
+    tokenizer = build_tokenizer(shape.positions_max)
+    model = build_model(tokenizer, shape)
     unfinished = directory.with_name(directory.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -207,4 +227,5 @@ def make_test_model(directory: Path = MODEL_DIRECTORY) -> Path:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else MODEL_DIRECTORY
-    print(f"made the test model in {make_test_model(target)}", flush=True)
+    target_shape = BENCH_SHAPE if target.name == BENCH_MODEL_DIRECTORY.name else TEST_SHAPE
+    print(f"made the model in {make_test_model(target, target_shape)}", flush=True)

@@ -221,7 +221,7 @@ class EngineAgent:
         now = time.monotonic()
         for request_id, frozen in list(self.frozen.items()):
             if frozen.deadline < now:
-                logger.warning("unfreeze %s: the final stage took over %.0f s", request_id, FREEZE_LIMIT_S)
+                logger.warning("unfreeze %s: the final stage took too long", request_id)
                 self.unfreeze(request_id)
         for request_id in [request_id for request_id, awaited in self.awaited.items() if awaited.deadline < now]:
             self._answer_awaited(request_id)
@@ -325,8 +325,18 @@ class EngineAgent:
         self._answer_if_finished(request_id)
         return answer
 
-    def freeze(self, request_id: str, preemptions: int, blocks_from: int, tokens_from: int) -> Any:
-        """Stop a request, running or queued; answers like ``export``, as a future, once no step in flight holds it."""
+    def freeze(
+        self,
+        request_id: str,
+        preemptions: int,
+        blocks_from: int,
+        tokens_from: int,
+        limit_s: float = FREEZE_LIMIT_S,
+    ) -> Any:
+        """Stop a request, running or queued; answers like ``export``, as a future, once no step in flight holds it.
+
+        It goes on by itself after ``limit_s``.
+        """
         request = self.managed.get(request_id)
         if request is None or not self.port.is_live(request):
             return {"state": "gone", "reason": "the request has finished"}
@@ -336,7 +346,7 @@ class EngineAgent:
             return {"state": "busy", "reason": "the request was preempted"}
         self.port.stop_scheduling(request)
         drained: Future[dict[str, Any]] = Future()
-        deadline = time.monotonic() + FREEZE_LIMIT_S
+        deadline = time.monotonic() + limit_s
         self.frozen[request_id] = Frozen(request, deadline, drained, blocks_from, tokens_from)
         self._answer_if_drained(request_id)
         return drained

@@ -351,15 +351,17 @@ class Llumlet:
             raise Refused("the request is moving already")
         if len(self._outgoing) >= MIGRATIONS_OUT_MAX:
             raise Refused("too many requests are moving already")
+        kv_format = self._data.kv_format if order.method != "recompute" else None
         migration = Migration(
             session,
             self.instance_id,
             Destination(order.destination_id, order.destination_url),
             self._peer,
             self.engine,
-            self._data.agents if self._data.kv_format is not None else [],
-            self._data.kv_format,
+            self._data.agents if kv_format is not None else [],
+            kv_format,
             self.settings.advertise_host,
+            order.method,
         )
         self._outgoing[order.request_id] = migration
         task = self._spawn(self._run(migration))

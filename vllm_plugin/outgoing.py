@@ -95,7 +95,11 @@ class Sent:
 
 
 class Migration:
-    """One request on its way out."""
+    """One request on its way out.
+
+    ``method`` is one of ``wire.MIGRATION_METHODS``. What a live migration is compared with differs from it in the copy
+    alone: ``blocking`` copies all blocks after the freeze; ``recompute`` gets no agents and no KV format, so none.
+    """
 
     def __init__(
         self,
@@ -107,6 +111,7 @@ class Migration:
         agents: list[AgentClient],
         kv_format: str | None,
         advertise_host: str,
+        method: str = "live",
     ) -> None:
         self.migration_id = secrets.token_hex(8)
         self.session = session
@@ -117,6 +122,7 @@ class Migration:
         self._agents = agents
         self._kv_format = kv_format
         self._advertise_host = advertise_host
+        self._method = method
         self._read_token = secrets.token_hex(16)
         self._sent = Sent()
         self._copy = False
@@ -200,6 +206,8 @@ class Migration:
                 "export", request_id=self.request_id, blocks_from=self._sent.blocks, tokens_from=self._sent.tokens
             )
             self._check(progress)
+            if self._method == "blocking":
+                progress["block_ids"] = []  # Only the binding is waited for: the copy is to happen in the pause.
             patience_s = prebind_deadline - time.monotonic() if self.session.send_comment is not None else 0.0
             sent_blocks = await self._send("stage", progress, STAGE_TIMEOUT_S, min(patience_s, BIND_WAIT_S))
             if sent_blocks <= 1 and (self._sent.bound or patience_s <= 0):
@@ -219,7 +227,8 @@ class Migration:
             "next_block", request_id=self.request_id, blocks_from=self._sent.blocks, tokens_from=self._sent.tokens
         )
         self._check(progress)
-        await self._send("stage", progress, STAGE_TIMEOUT_S)
+        if self._method != "blocking":
+            await self._send("stage", progress, STAGE_TIMEOUT_S)
 
     async def _final_stage(self) -> None:
         asked = time.monotonic()
@@ -229,9 +238,13 @@ class Migration:
             preemptions=self._preemptions,
             blocks_from=self._sent.blocks,
             tokens_from=self._sent.tokens,
+            limit_s=FREEZE_LIMIT_S if self._method != "blocking" else STAGE_TIMEOUT_S + FREEZE_LIMIT_S,
         )
         started = time.monotonic()
         self._check(frozen, frozen=True)
+        if self._method == "blocking":  # A stage has the time that a copy of everything may take; a commit has not.
+            await self._send("stage", frozen, STAGE_TIMEOUT_S)
+            frozen = {**frozen, "block_ids": [], "output_token_ids": []}
         await self._send("commit", frozen, COMMIT_TIMEOUT_S)
         acknowledged = time.monotonic()
         self._final_ms = (acknowledged - started) * 1000

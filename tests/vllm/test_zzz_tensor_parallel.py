@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from loadtest.client import Client
 from loadtest.stack import BLOCK_SIZE, Stack
-from loadtest.test_model import HEADS, HIDDEN_SIZE, KV_HEADS, LAYERS
+from loadtest.test_model import TEST_SHAPE
 from tests.vllm.conftest import SHARED_STACK
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -26,7 +26,7 @@ BODY: dict[str, Any] = {
     "max_tokens": 400,
 }
 RANKS = 2
-BLOCK_BYTES = 2 * LAYERS * KV_HEADS * (HIDDEN_SIZE // HEADS) * BLOCK_SIZE * 4
+BLOCK_BYTES = TEST_SHAPE.kv_bytes_per_token * BLOCK_SIZE
 """Keys and values in float32, of all ranks together: each holds its share of the heads."""
 
 

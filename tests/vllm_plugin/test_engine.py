@@ -277,6 +277,16 @@ def test_a_request_that_stays_frozen_goes_on_by_itself_and_cannot_be_detached_th
     assert bench.port.batch == [request]
 
 
+def test_a_longer_freeze_can_be_asked_for(bench: Bench, engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = bench.request()
+    bench.do("freeze", **FREEZE, limit_s=60.0)
+    now = engine.time.monotonic()
+    monkeypatch.setattr(engine.time, "monotonic", lambda: now + engine.FREEZE_LIMIT_S + 0.1)
+    bench.do("arrivals")
+    assert request not in bench.port.batch
+    assert bench.do("detach", request_id="r") == {"detached": True}
+
+
 def test_a_silent_reservation_is_freed_when_its_lease_is_over(
     bench: Bench, engine: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
