@@ -148,33 +148,33 @@ class Stack:
     def instance(self, instance_id: str) -> Instance:
         return next(instance for instance in self.instances if instance.id == instance_id)
 
+    async def restart(self, instance_id: str) -> Instance:
+        """Start an instance anew: same command, same port, same id. Returns when it is warm.
+
+        One that still runs is killed first. What became of the others is none of its business: they may be dead too.
+        If it does not come up, whatever was started of it ends with the stack.
+        """
+        old = self.instance(instance_id)
+        index = self.instances.index(old)
+        end_all([old.process], 0.0)
+        log_before = old.log.stat().st_size
+        new = self.instances[index] = self._start_instance(index, _cores(), urlsplit(old.url).port)
+        await self._wait(
+            f"restarting vLLM server {instance_id} (log in {new.log})",
+            {instance_id: lambda: _phase(new.log, log_before)},
+            lambda client: self._are_ready(client, [new]),
+            self._start_timeout_s,
+            new.process.require_running,
+        )
+        await self._warm_up([new])
+        return new
+
     def require_running(self) -> None:
         """Raise :class:`~loadtest.processes.ProcessFailed` with the end of its log if a process has ended."""
         for instance in self.instances:
             instance.process.require_running()
         if self.gateway is not None:
             self.gateway.require_running()
-
-    async def restart(self, instance_id: str) -> Instance:
-        """Start a server anew, with the same command, port and id, and wait until it is warm.
-
-        What is left of the old one is ended first. If this fails, the new one is still one of ``instances``, so that
-        ``stop`` ends it.
-        """
-        index = [instance.id for instance in self.instances].index(instance_id)
-        old = self.instances[index]
-        await asyncio.to_thread(old.process.end, self._terminate_timeout_s)
-        instance = self._start_instance(index, _cores(), urlsplit(old.url).port)
-        self.instances[index] = instance
-        phase_from = instance.log.stat().st_size
-        await self._wait(
-            f"starting vLLM server {instance_id} again",
-            {instance_id: lambda: _phase(instance.log, phase_from)},
-            lambda client: self._ready(client, [instance]),
-            self._start_timeout_s,
-        )
-        await self._warm_up([instance])
-        return instance
 
     async def _start(self) -> None:
         if not (self._model_directory / "config.json").exists():
@@ -186,13 +186,14 @@ class Stack:
         await self._wait(
             f"starting {self._instances_total} vLLM servers (usually 40 to 90 s; logs in {self.log_directory})",
             {instance.id: lambda instance=instance: _phase(instance.log) for instance in self.instances},  # type: ignore[misc]
-            lambda client: self._ready(client, self.instances),
+            lambda client: self._are_ready(client, self.instances),
             self._start_timeout_s,
+            self.require_running,
         )
         await self._warm_up(self.instances)
         if self._with_gateway:
             self._start_gateway()
-            await self._wait("starting the gateway", {}, self._gateway_ready, GATEWAY_TIMEOUT_S)
+            await self._wait("starting the gateway", {}, self._gateway_ready, GATEWAY_TIMEOUT_S, self.require_running)
 
     def _start_instance(self, index: int, cores: Sequence[int], port: int | None) -> Instance:
         instance_id = chr(ord("a") + index)
@@ -279,18 +280,19 @@ class Stack:
         details: Mapping[str, Callable[[], str]],
         ready: Callable[[httpx.AsyncClient], Awaitable[bool]],
         timeout_s: float,
+        require_running: Callable[[], None],
     ) -> None:
         deadline = time.monotonic() + timeout_s
         with self._progress.step(what) as step:
             async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
                 while not await ready(client):
-                    self.require_running()
+                    require_running()
                     if time.monotonic() > deadline:
                         raise StackFailed(f"{what}: not ready after {timeout_s:.0f} s; see {self.log_directory}")
                     step.update("  ".join(f"{name}: {detail()}" for name, detail in details.items()))
                     await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _ready(self, client: httpx.AsyncClient, instances: Sequence[Instance]) -> bool:
+    async def _are_ready(self, client: httpx.AsyncClient, instances: Sequence[Instance]) -> bool:
         # The llumlet's status says more than /health: that the plugin is in, and shares our secret.
         path = "/llumlet/status" if self._with_plugin else "/health"
         answers = [await _status(client, instance.url + path, {SECRET_HEADER: self.secret}) for instance in instances]
@@ -310,10 +312,6 @@ class Stack:
         return answer.status_code == 200 and all(f'"{instance.id}"' in text for instance in self.instances)
 
 
-def _cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
 def _nice() -> list[str]:
     found = shutil.which("nice")
     return [found, "-n", "5"] if found else []
@@ -327,7 +325,10 @@ async def _status(client: httpx.AsyncClient, url: str, headers: Mapping[str, str
         return None
 
 
-def _phase(log: Path, begin: int = 0) -> str:
-    """``begin``: where this start's part of the log begins."""
-    text = log.read_bytes()[begin:].decode(errors="replace")
+def _cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def _phase(log: Path, begins_at: int = 0) -> str:
+    text = log.read_bytes()[begins_at:].decode(errors="replace")
     return next((phase for marker, phase in PHASES if marker in text), "importing vLLM")
