@@ -144,10 +144,11 @@ class Relay:
 
     def _show(self, chunk: Chunk, leg: Leg, session: Session) -> bytes | None:
         """The event as the client should see it, or ``None`` for one that it should not."""
-        said_already = chunk.role and leg.resumption is not None and session.events_sent > 0
-        session.take(chunk)
-        if said_already:  # The first leg was lost after it had opened the reply, and before its first token.
+        # The leg before was lost after it had opened the reply and before its first token, or just before the usage.
+        says_again = (chunk.role and session.events_sent > 0) or (chunk.has_choice and session.finished)
+        if says_again and leg.resumption is not None:
             return None
+        session.take(chunk)
         if chunk.error:
             session.end("failed")
         block = events.hide_transfers(chunk.block)

@@ -63,7 +63,7 @@ class Session:
 
     @property
     def can_resume(self) -> bool:
-        return self.body.resumable and self.knows_all_tokens and not self.finished
+        return self.body.resumable and self.knows_all_tokens and not self.is_complete
 
     @property
     def is_complete(self) -> bool:
