@@ -88,7 +88,7 @@ class Reply:
         self._held_start: Message | None = None
         self._started = False
         self._is_stream = False
-        self._passes = session.incoming is None
+        self._is_error = False
         self._complete = False
         self._comments: list[bytes] = []
         self._commenting: asyncio.Task[None] | None = None
@@ -128,10 +128,15 @@ class Reply:
         header = {wire.MOVED_HEADER: wire.encode_moved_header(moved)}
         await Response(b"{}", 409, header, "application/json")(scope, receive, send)
 
+    @property
+    def _passes(self) -> bool:
+        """What was replayed is kept back. From the moment at which it is through, all that comes is new: the engine's
+        first output may be here before its answer that the request is queued."""
+        return self._is_error or self._session.live
+
     async def _open(self) -> None:
         """A resumed reply is live: send its start, before the first event."""
         async with self._lock:
-            self._passes = True
             await self._send_held_start()
 
     async def _filter(self, message: Message) -> None:
@@ -146,7 +151,7 @@ class Reply:
         headers = Headers(raw=message["headers"])
         self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
         if self._session.incoming is None or message["status"] != 200:
-            self._passes = True  # An error of the request's own passes as it is, also on a resumed leg.
+            self._is_error = message["status"] != 200  # One of the request's own, also on a resumed leg.
             await self._forward(message)
             return
         self._held_start = message

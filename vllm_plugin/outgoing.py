@@ -210,7 +210,9 @@ class Migration:
                 progress["block_ids"] = []  # Only the binding is waited for: the copy is to happen in the pause.
             patience_s = prebind_deadline - time.monotonic() if self.session.send_comment is not None else 0.0
             sent_blocks = await self._send("stage", progress, STAGE_TIMEOUT_S, min(patience_s, BIND_WAIT_S))
-            if sent_blocks <= 1 and (self._sent.bound or patience_s <= 0):
+            # In the middle of a prompt there is no stream that could pause, and every step finishes blocks.
+            is_amid_prompt = self._sent.tokens == 0 and progress["state"] == "running"
+            if (sent_blocks <= 1 or is_amid_prompt) and (self._sent.bound or patience_s <= 0):
                 await self._reach_block_end(progress)
                 return
 
@@ -221,7 +223,8 @@ class Migration:
         for the pause.
         """
         is_near_end = progress["tokens_left"] < progress["steps_to_next_block"] + BLOCK_MARGIN_TOKENS
-        if not self._copy or progress["state"] != "running" or is_near_end or self.session.send_comment is None:
+        is_decoding = self._sent.tokens > 0 and progress["state"] == "running"
+        if not self._copy or not is_decoding or is_near_end or self.session.send_comment is None:
             return
         progress = await self._engine(
             "next_block", request_id=self.request_id, blocks_from=self._sent.blocks, tokens_from=self._sent.tokens
@@ -270,7 +273,7 @@ class Migration:
             "source_blocks": blocks,
             "tokens_from": self._sent.tokens,
             "output_token_ids": progress["output_token_ids"],
-            "wait_s": wait_s if len(blocks) <= 1 else 0.0,
+            "wait_s": wait_s if len(blocks) <= 1 or self._sent.tokens == 0 else 0.0,
         }
         if step == "commit":
             total = self._sent.tokens + len(progress["output_token_ids"])

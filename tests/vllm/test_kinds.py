@@ -24,10 +24,12 @@ JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "numbers", "schema
 LINES = r"(line [0-9]{3}\n){40}"
 GRAMMAR = 'root ::= line+\nline ::= ("ferry" | "boat" | "river") " " [0-9]+ "\\n"\n'
 LONG: dict[str, Any] = {"temperature": 0, "max_tokens": 400}
-TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "Sails.", "parameters": SCHEMA, "strict": True}}
-    for name in ("sail", "row")
+FUNCTIONS: list[dict[str, Any]] = [
+    {"name": name, "description": "Sails.", "parameters": SCHEMA} for name in ("sail", "row")
 ]
+TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
+STRICT_TOOLS = [{"type": "function", "function": {**function, "strict": True}} for function in FUNCTIONS]
+"""Their arguments follow the schema, so that they are long enough to be moved in their middle."""
 CALL = r'<tool_call>\n\{"name": "(sail|row)", "arguments": \{"numbers": \[([0-9]{2}, ){50}[0-9]{2}\]\}\}\n</tool_call>'
 THINKING: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}}
 
@@ -52,8 +54,8 @@ GRAMMARS: dict[str, tuple[str, dict[str, Any]]] = {
 TOOL_CALLS: dict[str, dict[str, Any]] = {
     "auto": {"tool_choice": "auto", "structured_outputs": {"regex": f"Aye, captain. {CALL}"}},
     "parallel": {"tool_choice": "auto", "structured_outputs": {"regex": f"{CALL}\n{CALL}"}},
-    "required": {"tool_choice": "required"},
-    "named": {"tool_choice": {"type": "function", "function": {"name": "row"}}},
+    "required": {"tool_choice": "required", "tools": STRICT_TOOLS},
+    "named": {"tool_choice": {"type": "function", "function": {"name": "row"}}, "tools": STRICT_TOOLS},
     "none": {"tool_choice": "none"},
 }
 
@@ -69,6 +71,8 @@ async def test_a_grammar_goes_on_where_it_was(client: Client, kind: str) -> None
     """One that began again at its root would open a second object inside the first (dynamo#7634)."""
     path, body = GRAMMARS[kind]
     body = {**body, **USAGE}
+    if kind == "json_object":  # The shortest is {}: without braces that close, it is a long one.
+        body["logit_bias"] = await bias(client, "}", -100)
     alone = await client.run(path, **body)
     assert len(alone.tokens) > 60, "long enough to be moved in its middle"
     moved = await client.moved(path, alone, **body)
@@ -133,12 +137,14 @@ async def test_a_grammar_that_begins_after_the_reasoning(client: Client) -> None
 
 async def thinking_ends(client: Client) -> dict[str, Any]:
     """Fields with which the model ends its reasoning after some sixty tokens."""
-    seed = {"temperature": 1.0, "seed": 3}
-    response = await client.http.post(
-        f"{client.stack.instance('a').url}/tokenize", json={"prompt": "</think>", "add_special_tokens": False}
-    )
+    return {"temperature": 1.0, "seed": 3, "logit_bias": await bias(client, "</think>", 6.0)}
+
+
+async def bias(client: Client, token: str, value: float) -> dict[str, float]:
+    url = f"{client.stack.instance('a').url}/tokenize"
+    response = await client.http.post(url, json={"prompt": token, "add_special_tokens": False})
     (token_id,) = response.json()["tokens"]
-    return {**seed, "logit_bias": {str(token_id): 6.0}}
+    return {str(token_id): value}
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "auto", "required"])
