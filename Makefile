@@ -41,7 +41,7 @@ test: $(READY)  ## all tests, real vLLM servers included
 test-fast: $(KVFERRY_STAMP)  ## the tests that need no vLLM server
 	$(RUN) -m pytest -m "not vllm and not slow" $(ARGS)
 
-bench-migration: $(READY) $(BENCH_STAMP) $(BENCH_MODEL_STAMP)  ## what a move costs the client, beside cruder ways; ARGS=--quick for three minutes
+bench-migration: $(READY) $(BENCH_STAMP) $(BENCH_MODEL_STAMP)  ## what a move costs the client, beside cruder ways; ARGS=--quick for four minutes
 	@$(RUN) -m loadtest.bench.migration $(ARGS)
 
 check: $(KVFERRY_STAMP)  ## formatting, lint and types

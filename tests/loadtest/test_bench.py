@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ from loadtest.bench.measures import (
     rank_slope,
     row,
     time_move,
+    usual_gap,
 )
 from loadtest.bench.migration import FULL, interleaved
 from loadtest.bench.result import build_result, describe, write_result
 
 
-def build_arrivals(gaps_ms: list[float], tokens_an_event: int = 1) -> list[tuple[float, int]]:
+def build_arrivals(gaps_ms: Sequence[float], tokens_an_event: int = 1) -> list[tuple[float, int]]:
     arrivals, now_s = [(10.0, tokens_an_event)], 10.0
     for number, gap_ms in enumerate(gaps_ms, 2):
         now_s += gap_ms / 1000
@@ -37,34 +38,41 @@ def build_arrivals(gaps_ms: list[float], tokens_an_event: int = 1) -> list[tuple
 
 
 def build_sample(length: int, pause_ms: float, method: str = "live", step_ms: float = 10.0) -> Sample:
-    arrivals = build_arrivals([step_ms, step_ms, pause_ms + step_ms, step_ms, step_ms])
-    result = {"output_tokens": 3, "final_ms": 4.0, "duration_ms": 50.0, "stages": 2, "bytes_sent": 1024}
-    return Sample(length, method, length + 3, time_move(arrivals, 3), result, 7, [], 2)
+    arrivals = build_arrivals([step_ms] * 8 + [pause_ms + step_ms] + [step_ms] * 8)
+    result = {"output_tokens": 9, "final_ms": 4.0, "duration_ms": 50.0, "stages": 2, "bytes_sent": 1024}
+    return Sample(length, method, length + 3, time_move(arrivals, 9), result, 7, [], 8)
 
 
 def test_the_pause_is_the_gap_with_the_move_less_the_usual_gap() -> None:
-    timing = time_move(build_arrivals([8, 8, 30, 12, 12, 12]), 3)
+    arrivals = build_arrivals([8] * 8 + [30] + [12] * 10)
+    timing = time_move(arrivals, 9)
     assert timing.move_gap_ms == pytest.approx(30)
     assert timing.usual_gap_ms == pytest.approx(12)
     assert timing.pause_ms == pytest.approx(18)
     assert [timing.source_gap_ms, timing.destination_gap_ms] == pytest.approx([8, 12])
-    assert last_before(build_arrivals([8, 8, 30, 12]), 3) == pytest.approx(10.016)
+    assert last_before(arrivals, 9) == pytest.approx(10.064)
 
 
 def test_events_with_several_tokens_are_counted_by_token() -> None:
-    assert time_move(build_arrivals([10, 10, 50, 10], tokens_an_event=3), 9).move_gap_ms == pytest.approx(50)
+    arrivals = build_arrivals([10] * 9 + [50] + [10] * 9, tokens_an_event=3)
+    assert time_move(arrivals, 30).move_gap_ms == pytest.approx(50)
 
 
-@pytest.mark.parametrize("output_tokens", [0, 1, 6, 7])
+@pytest.mark.parametrize("output_tokens", [0, 1, 8, 12, 20, 21])
 def test_a_move_with_too_little_on_either_side_is_not_measured(output_tokens: int) -> None:
+    arrivals = build_arrivals([10] * 19)
     with pytest.raises(NotMeasured):
-        time_move(build_arrivals([10, 10, 10, 10, 10, 10]), output_tokens)
+        time_move(arrivals, output_tokens)
 
 
-def test_a_stream_in_bursts_is_not_measured() -> None:
+def test_neither_tokens_that_arrive_together_nor_a_stall_change_the_usual_gap() -> None:
+    assert usual_gap([20, 0] * 10) == pytest.approx(10)
+    assert usual_gap([10] * 20 + [700] + [10] * 20) == pytest.approx(10)
+
+
+def test_a_stream_in_one_burst_is_not_measured() -> None:
     with pytest.raises(NotMeasured, match="bursts"):
-        time_move(build_arrivals([0.1, 0.1, 40, 0.1, 0.1, 40, 0.1]), 3)
-    assert time_move(build_arrivals([8, 8, 0.1, 16, 8, 8, 8, 8, 8]), 5).usual_gap_ms == pytest.approx(8)
+        time_move(build_arrivals([0.1] * 30), 15)
 
 
 def test_a_window_takes_only_whole_gaps() -> None:
