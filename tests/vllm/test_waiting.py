@@ -117,7 +117,7 @@ async def moved_amid_prompt(client: Client, **body: Any) -> tuple[Reply, dict[st
 async def test_a_preempted_request_goes_on_elsewhere(client: Client) -> None:
     """Three sequences that fill the cache to the last block: when they grow, one has to give its blocks up."""
     bodies: list[dict[str, Any]] = [
-        {"prompt": [200 + (index * 7 + row * 131) % 1500 for index in range(6700)], **GREEDY, "max_tokens": 700}
+        {"prompt": [200 + (index * 7 + row * 131) % 1500 for index in range(3340)], **GREEDY, "max_tokens": 500}
         for row in range(3)
     ]
     alone = [await client.run(COMPLETIONS, **body) for body in bodies]
