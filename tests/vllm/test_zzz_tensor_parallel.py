@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from loadtest.client import Client
+from loadtest.client import Client, Reply, events
 from loadtest.stack import BLOCK_SIZE, Stack
 from loadtest.test_model import TEST_SHAPE
 from tests.vllm.conftest import SHARED_STACK
@@ -44,7 +46,6 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
         client = Client(stack)
         try:
             yield client
-            await client.wait_until_empty(3.0)
         finally:
             await client.close()
 
@@ -61,3 +62,24 @@ async def test_both_ranks_copy_their_part_and_the_stream_stays_what_it_was(pair:
     assert move["blocks_sent"] > 0
     assert move["bytes_sent"] == move["blocks_sent"] * BLOCK_BYTES
     assert (await pair.arrival(reply.request_id))["computed_tokens"] <= BLOCK_SIZE
+    await pair.wait_until_empty(5.0)
+
+
+async def test_a_server_that_is_told_to_end_lets_its_requests_move_first(pair: Client) -> None:
+    """The last of all, since it costs a server."""
+    alone = await pair.run(COMPLETIONS, **BODY)
+    leaving = pair.stack.instance("a").process
+    reply = Reply()
+    told = False
+    async with pair.stream(COMPLETIONS, "a", **BODY) as response:
+        async for _ in events(response, reply):
+            if not told and len(reply.tokens) >= 40:
+                os.kill(leaving.pid, signal.SIGTERM)
+                told = True
+    async with asyncio.timeout(60):
+        while leaving.exit_status is None:
+            await asyncio.sleep(0.1)
+    assert (reply.tokens, reply.text, reply.finish, reply.done) == (alone.tokens, alone.text, alone.finish, 1)
+    requests = (await pair.http.get(f"{pair.url}/admin/requests", headers=pair.admin_headers())).json()
+    ended = next(one for one in requests["recent"] if one["id"] == response.headers["x-request-id"])
+    assert [move["kind"] for move in ended["moves"]] == ["migrated"], "live, and not a resume after a loss"
