@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.client import Client
+from loadtest.client import ATTEMPTS_MAX, Client
 from loadtest.stack import BLOCK_SIZE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
@@ -16,7 +16,7 @@ COMPLETIONS = "/v1/completions"
 
 
 def body(prompt: str, **fields: Any) -> dict[str, Any]:
-    return {"prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": 400, **fields}
+    return {"prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": 400} | fields
 
 
 @pytest.mark.parametrize("prompt_words", [5, 700])
@@ -32,13 +32,16 @@ async def test_the_destination_computes_at_most_one_block_of_tokens(client: Clie
 
 async def test_zeros_instead_of_the_copied_blocks_change_the_output(client: Client, corruption_flag: Path) -> None:
     """If the destination recomputed, or ignored what was copied, this would not notice the zeros."""
-    request = body("a prompt that no other test has had " * 20)
+    request = body("a prompt that no other test has had " * 20, max_tokens=800)
+    alone = await client.run(COMPLETIONS, **request, cache_salt="alone")
     corruption_flag.touch()  # noqa: ASYNC240  an empty file
     try:
-        corrupted = await client.run(COMPLETIONS, move_at=[40], **request, cache_salt="corrupted")
+        for attempt in range(ATTEMPTS_MAX):
+            corrupted = await client.run(COMPLETIONS, move_at=[40], **request, cache_salt=f"corrupted {attempt}")
+            if corrupted.committed():
+                break
     finally:
         corruption_flag.unlink()  # noqa: ASYNC240
-    alone = await client.run(COMPLETIONS, **request, cache_salt="alone")
     (move,) = corrupted.committed()
     at = move["output_tokens"]
     assert move["blocks_sent"] > 0
