@@ -278,13 +278,14 @@ class Client:
     async def wait_until_empty(self, timeout_s: float) -> None:
         """Both instances hold nothing: no request, no reservation, every block free. Fails after ``timeout_s``."""
         left: dict[str, Any] = {}
-        looking = asyncio.create_task(self._until_empty(left))
+        looking, patience = (asyncio.create_task(wait) for wait in (self._until_empty(left), machine_time(timeout_s)))
         try:
-            await asyncio.wait([looking, asyncio.create_task(machine_time(timeout_s))], return_when="FIRST_COMPLETED")
+            await asyncio.wait([looking, patience], return_when=asyncio.FIRST_COMPLETED)
             assert looking.done(), f"after {timeout_s} s there is still {left}"
             looking.result()
         finally:
             looking.cancel()
+            patience.cancel()
 
     async def _until_empty(self, left: dict[str, Any]) -> None:
         while True:
