@@ -22,6 +22,7 @@ from gateway.errors import LegCut, LegError, LegNotConnected, LegTimeout, LegUnr
 
 CONNECTIONS_MAX = 4096
 LARGE_BODY_BYTES = 256 * 1024
+STOOD_STILL_S = 0.2
 KEEP_ALIVE_S = 3.0
 """Below uvicorn's 5 s, so that an idle connection is not used just as the instance closes it."""
 
@@ -275,14 +276,28 @@ class Backend:
         self, instance: Instance, path: str, body: bytes, headers: list[tuple[str, str]], head_s: float
     ) -> aiohttp.ClientResponse | LegError:
         """A failure is a value here: the task may end long before anyone asks for its result, or unasked."""
+        asked = time.monotonic()
         try:
-            with _mapped(instance.instance_id, "before its reply"):
-                async with asyncio.timeout(head_s):
-                    return await self._pool(instance).post(
-                        instance.url + path, data=_payload(body), headers=headers, allow_redirects=False
-                    )
+            return await self._post_once(instance, path, body, headers, head_s)
+        except LegNotConnected as error:
+            # Late by more than the limit, it is this gateway that stood still: the instance was there all the time.
+            if time.monotonic() - asked < self._budgets.connect_s + STOOD_STILL_S:
+                return error
         except LegError as error:
             return error
+        try:
+            return await self._post_once(instance, path, body, headers, head_s)
+        except LegError as error:
+            return error
+
+    async def _post_once(
+        self, instance: Instance, path: str, body: bytes, headers: list[tuple[str, str]], head_s: float
+    ) -> aiohttp.ClientResponse:
+        with _mapped(instance.instance_id, "before its reply"):
+            async with asyncio.timeout(head_s):
+                return await self._pool(instance).post(
+                    instance.url + path, data=_payload(body), headers=headers, allow_redirects=False
+                )
 
 
 def _payload(body: bytes) -> bytes | io.BytesIO:
