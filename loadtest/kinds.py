@@ -59,7 +59,9 @@ TOOLS = [
     for name in ("sail", "row")
 ]
 CALL = r'<tool_call>\n\{"name": "(sail|row)", "arguments": \{"numbers": \[([0-9]{2}, ){50}[0-9]{2}\]\}\}\n</tool_call>'
-THINKING: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}}
+THINKING: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}, "skip_special_tokens": False}
+"""Markup is shown: vLLM's parser looks for </think> in the text when that comes together with the next token, as it
+does where tokens come in bursts, and loses the token when it was left out."""
 TWO_LETTER_STOPS = ["s t", "e s", "d w", "r a"]
 """Each begins in one word and ends in the next: one of them comes soon, and as a rule across two tokens."""
 

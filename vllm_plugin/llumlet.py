@@ -147,6 +147,9 @@ class Llumlet:
             incoming.detach(session)
             if session.live or incoming.committed:
                 self._incoming.pop(incoming.resume_id, None)
+                # It may be over before the engine has heard of the request: then vLLM has nothing to abort, and what
+                # was set aside for it would stay until its lease ends.
+                self._spawn(self._give_up(incoming, "its reply has ended"))
 
     def put_resume(self, resume_id: str, resume: wire.Resume) -> None:
         """A gateway gives the output tokens of a request that is to go on here without KV."""

@@ -31,7 +31,9 @@ TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
 STRICT_TOOLS = [{"type": "function", "function": {**function, "strict": True}} for function in FUNCTIONS]
 """Their arguments follow the schema, so that they are long enough to be moved in their middle."""
 CALL = r'<tool_call>\n\{"name": "(sail|row)", "arguments": \{"numbers": \[([0-9]{2}, ){50}[0-9]{2}\]\}\}\n</tool_call>'
-THINKING: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}}
+THINKING: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}, "skip_special_tokens": False}
+"""Markup is shown: vLLM's parser looks for </think> in the text when that comes together with the next token, as it
+does where tokens come in bursts, and loses the token when it was left out."""
 
 GRAMMARS: dict[str, tuple[str, dict[str, Any]]] = {
     "json_schema": (CHAT, {"messages": MESSAGES, **LONG, "response_format": JSON_SCHEMA}),

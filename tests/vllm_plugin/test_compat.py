@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import warnings
 from argparse import Namespace
@@ -169,6 +170,26 @@ def test_a_draw_inside_the_prompt_is_taken_back(compat: ModuleType, torch: Any, 
         draw(generator)
         generator.set_offset(generator.get_offset() - 4)
     assert draw(generator) == draws[-1]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_server_that_is_told_to_end_is_emptied_first_and_then_ends_all_the_same(
+    compat: ModuleType, fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As vLLM does it: once from a thread while the loop runs, and once more from the loop, at the very end."""
+    order: list[str] = []
+
+    async def empty() -> None:
+        order.append("emptied")
+        if fails:
+            raise RuntimeError("a bug")
+
+    engine_client = SimpleNamespace(shutdown=lambda timeout: order.append(f"stopped after {timeout}"))
+    compat.drain_before_shutdown(engine_client, empty)
+    await asyncio.get_running_loop().run_in_executor(None, lambda: engine_client.shutdown(timeout=3))
+    engine_client.shutdown(timeout=3)
+    assert order == ["emptied", "stopped after 3", "stopped after 3"]
+    assert ("draining before the end failed" in caplog.text) == fails
 
 
 def test_our_keys_from_a_stranger_are_dropped(compat: ModuleType) -> None:

@@ -90,6 +90,22 @@ async def test_a_committed_request_that_nobody_opens_is_given_up_within_two_seco
         llumlet.open_session("r", "m", is_chat=False)
 
 
+async def test_a_committed_request_whose_client_leaves_before_the_engine_has_it_is_given_up(
+    plugin: SimpleNamespace,
+) -> None:
+    """vLLM then has nothing to abort, so nobody else would free what was set aside."""
+    engine = Engine()
+    llumlet = build_llumlet(plugin, engine)
+    await llumlet.reserve("m", reserve(plugin, "r"))
+    await llumlet.commit("m", plugin.llumlet.Commit(0, [], 1, [4], 0.0, 2, None, 0))
+    session = llumlet.open_session("r", "m", is_chat=False)
+    assert "cancel" not in engine.operations
+    llumlet.close_session(session)
+    await asyncio.gather(*llumlet._tasks)
+    assert engine.operations[-1] == "cancel"
+    assert llumlet._incoming == {}
+
+
 async def test_a_reserve_that_comes_after_its_abort_is_refused(plugin: SimpleNamespace) -> None:
     llumlet = build_llumlet(plugin, Engine())
     await llumlet.abort("m", "the client left")
@@ -240,3 +256,24 @@ async def test_a_request_whose_tokens_end_in_a_stop_string_is_not_run(
     assert await incoming.commit()
     assert engine.operations == (["cancel"] if stop_string else ["commit"])
     assert finished == ([("stop", "END")] if stop_string else [])
+
+
+async def test_a_bug_while_a_late_resume_is_finished_fails_that_resume_alone(
+    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The gateway has opened the request after the commit: nobody awaits what comes of it."""
+
+    class Broken(Engine):
+        async def __call__(self, operation: str, **payload: Any) -> Any:
+            raise RuntimeError("a utility call failed")
+
+    monkeypatch.setattr(plugin.compat, "replay", lambda *_: None)
+    incoming = plugin.incoming.Incoming("m", "r", Broken())
+    incoming.tokens, incoming.committed = [1, 2], True
+    session = plugin.session.Session("r", incoming, None)
+    session.state, session.final_only = object(), True
+    incoming.attach(session)
+    async with asyncio.timeout(5):
+        await session.ended.wait()
+    assert session.failed == "internal error: RuntimeError"
+    assert "a utility call failed" in caplog.text
