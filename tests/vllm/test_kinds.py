@@ -9,31 +9,16 @@ from typing import Any
 import pytest
 
 from loadtest.client import Client, Reply
+from loadtest.kinds import CALL, GRAMMAR, JSON_SCHEMA, LINES, LONG, SCHEMA, THINKING, TOOLS
 from tests.vllm.test_equal_output import CHAT, COMPLETIONS, GREEDY, MESSAGES, USAGE, assert_same
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
-NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 10, "maximum": 99}, "minItems": 60, "maxItems": 60}
-SCHEMA = {
-    "type": "object",
-    "properties": {"numbers": NUMBERS, "kind": {"enum": ["boat", "ferry"]}},
-    "required": ["numbers", "kind"],
-    "additionalProperties": False,
-}
-JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHEMA, "strict": True}}
-LINES = r"(line [0-9]{3}\n){40}"
-GRAMMAR = 'root ::= line+\nline ::= ("ferry" | "boat" | "river") " " [0-9]+ "\\n"\n'
-LONG: dict[str, Any] = {"temperature": 0, "max_tokens": 400}
-FUNCTIONS: list[dict[str, Any]] = [
-    {"name": name, "description": "Sails.", "parameters": SCHEMA} for name in ("sail", "row")
+STRICT_TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": name, "description": "Sails.", "parameters": SCHEMA, "strict": True}}
+    for name in ("sail", "row")
 ]
-TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
-STRICT_TOOLS = [{"type": "function", "function": {**function, "strict": True}} for function in FUNCTIONS]
 """Their arguments follow the schema, so that they are long enough to be moved in their middle."""
-CALL = r'<tool_call>\n\{"name": "(sail|row)", "arguments": \{"numbers": \[([0-9]{2}, ){50}[0-9]{2}\]\}\}\n</tool_call>'
-THINKING: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}, "skip_special_tokens": False}
-"""Markup is shown: vLLM's parser looks for </think> in the text when that comes together with the next token, as it
-does where tokens come in bursts, and loses the token when it was left out."""
 
 GRAMMARS: dict[str, tuple[str, dict[str, Any]]] = {
     "json_schema": (CHAT, {"messages": MESSAGES, **LONG, "response_format": JSON_SCHEMA}),
