@@ -232,33 +232,43 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def only(self, instance_id: str) -> AsyncIterator[None]:
-        """Requests that begin here begin on that instance: all others are draining."""
+        """Requests that begin here begin on that instance: all others are draining, and the gateway has heard of it."""
         others = [instance.id for instance in self.stack.instances if instance.id != instance_id]
-        await self._drain(others, draining=True)
         try:
+            for other in others:
+                await self._drain(other, draining=True)
+            await self._until_only(instance_id)
             yield
-        finally:
-            await self._drain(others, draining=False)
+        finally:  # A destination of moves again at once; where requests begin, with its next report.
+            for other in others:
+                await self._drain(other, draining=False)
 
     async def undrain(self, instance_id: str) -> None:
         """Inside ``only``: the instance is a destination again."""
-        await self._drain([instance_id], draining=False)
+        await self._drain(instance_id, draining=False)
 
-    async def _drain(self, instance_ids: Sequence[str], *, draining: bool) -> None:
-        for instance_id in instance_ids:
-            url = f"{self.stack.instance(instance_id).url}/llumlet/drain"
-            headers = {SECRET_HEADER: self.stack.secret}
-            response = await self.http.post(url, json={"draining": draining}, headers=headers)
-            assert response.status_code == 200, response.text
-        if not draining:
-            return  # A destination of moves again at once; where requests begin, with its next report.
-        async with asyncio.timeout(10):
+    async def _drain(self, instance_id: str, *, draining: bool) -> None:
+        url = f"{self.stack.instance(instance_id).url}/llumlet/drain"
+        headers = {SECRET_HEADER: self.stack.secret}
+        response = await self.http.post(url, json={"draining": draining}, headers=headers)
+        assert response.status_code == 200, response.text
+
+    async def _until_only(self, instance_id: str) -> None:
+        """Until the gateway sends requests to that instance and to no other.
+
+        It may have been away, or drained, in whatever came before.
+        """
+        patience = asyncio.create_task(machine_time(30.0))
+        try:
             while True:
-                answer = (await self.http.get(f"{self.url}/admin/instances", headers=self.admin_headers())).json()
-                reports = {entry["id"]: entry["report"] or {} for entry in answer["instances"]}
-                if all(reports.get(instance_id, {}).get("draining") is draining for instance_id in instance_ids):
+                entries = (await self.http.get(f"{self.url}/admin/instances", headers=self.admin_headers())).json()
+                takes = {entry["id"] for entry in entries["instances"] if entry["healthy"] and not entry["draining"]}
+                if takes == {instance_id}:
                     return
-                await asyncio.sleep(0.02)
+                assert not patience.done(), f"requests begin on {sorted(takes)}, and not on {instance_id} alone"
+                await asyncio.sleep(TICK_S)
+        finally:
+            patience.cancel()
 
     async def status(self, instance_id: str) -> dict[str, Any]:
         url = self.stack.instance(instance_id).url

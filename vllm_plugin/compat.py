@@ -43,6 +43,9 @@ REQUEST_KEY = "kvferry_request"
 RESUME_KEY = "kvferry_resume"
 PROMPT_TOKENS_KEY = "kvferry_prompt_tokens"
 
+ENGINE_POLL_S = 0.5
+"""How often a call that waits for the engine looks whether there still is one."""
+
 QUEUED_STATUSES = (
     RequestStatus.WAITING,
     RequestStatus.PREEMPTED,
@@ -509,8 +512,20 @@ def replay_draws(generator: torch.Generator, count: int) -> None:
 
 
 async def call_engine(engine_client: Any, operation: str, payload: dict[str, Any]) -> Any:
-    """Run ``EngineAgent.handle(operation, payload)`` in the engine core, between two of its steps."""
-    return await engine_client.engine_core.call_utility_async("kvferry", operation, payload)
+    """Run ``EngineAgent.handle(operation, payload)`` in the engine core, between two of its steps.
+
+    Raises EngineDeadError also when the engine ends before it answers. vLLM tells nobody who waits for it then, and a
+    handler that waits for ever keeps the HTTP server from ending.
+    """
+    core = engine_client.engine_core
+    call = asyncio.ensure_future(core.call_utility_async("kvferry", operation, payload))
+    try:
+        while not (await asyncio.wait({call}, timeout=ENGINE_POLL_S))[0]:
+            if core.resources.engine_dead:
+                raise EngineDeadError
+        return call.result()
+    finally:
+        call.cancel()
 
 
 async def call_workers(engine_client: Any, method: str, *args: Any) -> list[Any]:

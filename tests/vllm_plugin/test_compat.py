@@ -192,6 +192,24 @@ async def test_a_server_that_is_told_to_end_is_emptied_first_and_then_ends_all_t
     assert ("draining before the end failed" in caplog.text) == fails
 
 
+async def test_a_call_that_the_engine_can_no_longer_answer_ends_with_it(compat: ModuleType) -> None:
+    """vLLM leaves such a call waiting: the server that was told to end then never does."""
+    asked = asyncio.Event()
+
+    async def call_utility_async(*_: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    resources = SimpleNamespace(engine_dead=False)
+    client = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=call_utility_async, resources=resources))
+    call = asyncio.create_task(compat.call_engine(client, "report", {}))
+    await asked.wait()
+    assert not (await asyncio.wait({call}, timeout=2 * compat.ENGINE_POLL_S))[0]
+    resources.engine_dead = True
+    with pytest.raises(compat.EngineDeadError):
+        await asyncio.wait_for(call, 10)
+
+
 def test_our_keys_from_a_stranger_are_dropped(compat: ModuleType) -> None:
     params = SimpleNamespace(extra_args={compat.RESUME_KEY: "x", compat.REQUEST_KEY: "y", "theirs": 1})
     compat.drop_own_keys(params)
