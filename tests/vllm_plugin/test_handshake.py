@@ -322,6 +322,8 @@ def source_dies(pair: Pair, when: str) -> tuple[Fault, asyncio.Event]:
         ("stage", "after it"),
         ("commit", "before it"),
         ("commit", "after it"),
+        ("abort", "before it"),
+        ("abort", "after it"),
     ],
 )
 async def test_a_source_that_dies_leaves_nothing_at_the_destination(
@@ -330,6 +332,8 @@ async def test_a_source_that_dies_leaves_nothing_at_the_destination(
     """The gateway sees the stream break, and resumes elsewhere from its tokens; here its prebound reply ends."""
     if when == "while it is done":
         slow_down(pair.source.store)
+    if step == "abort":
+        pair.proxy.faults["commit"] = refuse
     pair.proxy.faults[step], dead = source_dies(pair, when)
     moving = asyncio.create_task(pair.move())
     try:
@@ -346,6 +350,39 @@ async def test_a_source_that_dies_leaves_nothing_at_the_destination(
             pair.unbind()
         await pair.assert_destination_is_empty()
         assert pair.session.moved is None, "a source that is dead says nothing"
+    finally:
+        pair.proxy.release.set()
+        await asyncio.wait([moving])
+
+
+@pytest.mark.parametrize("gateway_comes_late", [False, True])
+async def test_a_source_that_dies_while_the_destination_waits_for_the_gateway_leaves_nothing_there(
+    pair: Pair, gateway_comes_late: bool
+) -> None:
+    pair.gateway_comes = False
+    pair.request.computed = 4  # So little to send that the answer waits.
+    waiting: list[asyncio.Task[web.StreamResponse]] = []
+
+    async def fault(proxy: HandshakeProxy, request: web.Request, body: bytes) -> web.StreamResponse:
+        proxy.faults = dict.fromkeys(STEPS, hang)
+        waiting.append(asyncio.create_task(proxy.forward(request, body)))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(pair.source.kv.close)
+        return await hang(proxy, request, body)
+
+    pair.proxy.faults["stage"] = fault
+    moving = asyncio.create_task(pair.move())
+    try:
+        await asyncio.wait_for(pair.proxy.reached.wait(), 10)
+        assert not waiting[0].done()
+        if gateway_comes_late:
+            (migration_id,) = pair.destination.llumlet._incoming
+            pair._bind(migration_id)
+        await asyncio.wait_for(waiting[0], 10)  # It gives up waiting, or has what it waited for.
+        pair.unbind()
+        pair.destination.end_leases()
+        await pair.assert_destination_is_empty()
+        assert pair.session.moved is None
     finally:
         pair.proxy.release.set()
         await asyncio.wait([moving])
