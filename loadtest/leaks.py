@@ -17,9 +17,10 @@ from loadtest.stack import Stack
 PROC = Path("/proc")
 OPEN_STATES = {"01": "established", "08": "close_wait"}
 """As /proc/net/tcp has them (include/net/tcp_states.h). A socket in CLOSE_WAIT is one that its owner has forgotten."""
-IDLE_CONNECTIONS_MAX = 4
-"""What pools may hold at any moment, by process group: a probe's connection, a model list's, one to a peer's llumlet,
-one between KV agents. Everything else that is idle is closed after five seconds at most."""
+IDLE_CONNECTIONS_MAX = 8
+"""What pools may hold at any moment, by process group: those of probes (three at once), pulses and model lists, one to
+a peer's llumlet, one between KV agents, and a few of each where a stall let several run at once: a pool uses its
+connections by turns, so that none of them stays idle for the five seconds after which it is closed."""
 EMPTY_TIMEOUT_S = 20.0
 POLL_INTERVAL_S = 0.25
 

@@ -53,7 +53,7 @@ async def test_a_move_under_the_async_openai_client(
     arguments: dict[str, Any] = {
         "model": stack.model,
         "messages": [{"role": "user", "content": "Across the water"}],
-        "max_tokens": 600,
+        "max_tokens": 400,
         "temperature": 0,
         "stream_options": {"include_usage": True},
         "extra_body": {"ignore_eos": True},
@@ -131,7 +131,7 @@ async def test_a_bad_migrate_order_gets_an_error_in_the_openai_shape(client: Cli
 async def test_a_request_that_cannot_move_says_why_and_goes_on(
     client: Client, fields: dict[str, Any], reason: str
 ) -> None:
-    body = {"temperature": 0, "ignore_eos": True, "max_tokens": 600, **fields}
+    body = {"temperature": 0, "ignore_eos": True, "max_tokens": 400, **fields}
     reply, refusal = await client.refused("/v1/completions", **body)
     assert refusal["status"] == 409, refusal
     assert reason in refusal["error"]["message"]
@@ -150,11 +150,11 @@ async def test_an_unknown_destination_or_the_source_itself_is_refused_and_the_st
 
     ordering = Ordering(client.stack)
     try:
-        reply = await ordering.run("/v1/completions", move_at=[20], prompt="Stay", ignore_eos=True, max_tokens=600)
+        reply = await ordering.run("/v1/completions", move_at=[20], prompt="Stay", ignore_eos=True, max_tokens=400)
     finally:
         await ordering.close()
     assert [answer["status"] for answer in answers] == [404, 400], answers
-    assert len(reply.tokens) == 600
+    assert len(reply.tokens) == 400
     assert reply.done == 1
 
 

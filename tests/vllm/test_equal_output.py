@@ -91,7 +91,7 @@ async def test_a_stop_string_across_the_move_is_found(client: Client) -> None:
     alone = await client.run(COMPLETIONS, prompt="Stop signs", **GREEDY)
     pieces = [choice["text"] for choice in alone.choices()]
     moved_at: list[int] = []
-    for position in (60, 66, 72, 78, 84, 90):
+    for position in (60, 72, 84):
         stop = "".join(pieces[position : position + 8])
         if len(pieces) < position + 8 or alone.text.count(stop) != 1 or len(stop) < 8:
             continue
@@ -114,7 +114,7 @@ async def test_text_held_back_for_a_stop_string_is_not_lost_at_the_seam(client: 
     assert moved.text == plain.text
 
 
-@pytest.mark.parametrize("tokens_before_the_end", [24, 12, 8, 6, 4, 3, 2, 1])
+@pytest.mark.parametrize("tokens_before_the_end", [24, 8, 4, 2, 1])
 async def test_max_tokens_reached_around_the_move_is_exact(client: Client, tokens_before_the_end: int) -> None:
     """The move takes a few tokens' time, so some of these commit, some meet a request that has just finished."""
     body = {"prompt": "The end", **GREEDY, "max_tokens": 64, **USAGE}
@@ -128,7 +128,7 @@ async def test_max_tokens_reached_around_the_move_is_exact(client: Client, token
 
 async def test_fields_that_the_client_did_not_ask_for_do_not_appear(client: Client) -> None:
     """Without return_token_ids, the moved stream's events have the unmoved stream's fields, and so does its text."""
-    body = {"messages": MESSAGES, **GREEDY, "max_tokens": 600, "return_token_ids": False}
+    body = {"messages": MESSAGES, **GREEDY, "max_tokens": 300, "return_token_ids": False}
     alone = await client.run(CHAT, **body)
     reply = Reply()
     moving = None
@@ -162,7 +162,7 @@ async def test_fields_that_the_client_did_not_ask_for_do_not_appear(client: Clie
     ids=["chat", "completion"],
 )
 async def test_a_reply_that_is_not_streamed_moves_too(client: Client, path: str, body: dict[str, Any]) -> None:
-    body = {"ignore_eos": True, "max_tokens": 800, **body}
+    body = {"ignore_eos": True, "max_tokens": 400, **body}
     alone = await client.whole(path, **body)
     moved = await client.whole_moved(path, **body)
     assert moved["choices"] == alone["choices"]

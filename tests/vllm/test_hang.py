@@ -19,7 +19,7 @@ BODY: dict[str, Any] = {
     "temperature": 0.8,
     "seed": 21,
     "ignore_eos": True,
-    "max_tokens": 1200,
+    "max_tokens": 800,
 }
 BACK_S = 60.0
 

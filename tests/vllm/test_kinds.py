@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loadtest.client import Client, Reply
-from loadtest.kinds import CALL, GRAMMAR, JSON_SCHEMA, LINES, LONG, SCHEMA, THINKING, TOOLS
+from loadtest.kinds import CALL, GRAMMAR, JSON_SCHEMA, LINES, LONG, NUMBERS_TOTAL, SCHEMA, THINKING, TOOLS
 from tests.vllm.test_equal_output import CHAT, COMPLETIONS, GREEDY, MESSAGES, USAGE, assert_same
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
@@ -65,7 +65,7 @@ async def test_a_grammar_goes_on_where_it_was(client: Client, kind: str) -> None
     moved = await client.moved(path, alone, **body)
     assert_same_message(moved, alone)
     if kind in ("json_schema", "json"):
-        assert len(json.loads(moved.text)["numbers"]) == 60
+        assert len(json.loads(moved.text)["numbers"]) == NUMBERS_TOTAL
     if kind.startswith("regex"):
         assert re.fullmatch(LINES, moved.text)
 
@@ -78,7 +78,7 @@ async def test_tool_calls_go_on_where_they_were(client: Client, kind: str) -> No
     assert_same_message(moved, alone)
     assert len(moved.tool_calls) == {"parallel": 2, "none": 0}.get(kind, len(moved.tool_calls) or 1)
     if kind in ("required", "named") and alone.finish[0][0] != "length":
-        assert [len(json.loads(arguments)["numbers"]) for _, arguments in moved.tool_calls] == [60]
+        assert [len(json.loads(arguments)["numbers"]) for _, arguments in moved.tool_calls] == [NUMBERS_TOTAL]
 
 
 async def test_a_tool_call_there_and_back(client: Client) -> None:

@@ -27,7 +27,7 @@ BODY: dict[str, Any] = {
     "seed": 21,
     "presence_penalty": 0.5,
     "ignore_eos": True,
-    "max_tokens": 800,
+    "max_tokens": 600,
 }
 
 
