@@ -290,7 +290,7 @@ class FakeInstance:
         return await self._migration(resume_id)
 
     async def exchange(self, index: int = 0) -> Exchange:
-        """The index-th request under /v1, once it is there."""
+        """The index-th request of a client, once it is there."""
         async with self._changed:
             await asyncio.wait_for(self._changed.wait_for(lambda: len(self.exchanges) > index), 10)
         return self.exchanges[index]
@@ -348,7 +348,7 @@ class FakeInstance:
         exchange = Exchange(self, request, writer)
         watching = asyncio.create_task(_watch(reader, exchange))
         try:
-            if request.path.startswith("/v1/") and request.method == "POST":
+            if _is_request(request):
                 async with self._changed:
                     self.received.append(request)
                     self.exchanges.append(exchange)
@@ -409,6 +409,13 @@ class FakeInstance:
                 await exchange.send(json.dumps(self.report()).encode() + b"\n")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(exchange.client_gone.wait(), REPORT_INTERVAL_S)
+
+
+def _is_request(request: Received) -> bool:
+    """What a client asks for, rather than what a gateway does for itself."""
+    if request.method == "GET":
+        return request.path.startswith(("/v1/responses/", "/version"))
+    return request.method == "POST" and not request.path.startswith("/llumlet/")
 
 
 async def _watch(reader: asyncio.StreamReader, exchange: Exchange) -> None:
