@@ -228,6 +228,8 @@ class FakeInstance:
     instance_id: str
     boot_id: str = "boot-1"
     models: tuple[str, ...] = (MODEL,)
+    card_changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By model: what its card says otherwise."""
     script: Script = generate
     created: int = 1_700_000_000
     freeness_steps: float = 1000.0
@@ -371,7 +373,8 @@ class FakeInstance:
             case "GET", ["health"]:
                 await exchange.json(self.health_status, {})
             case "GET", ["v1", "models"]:
-                cards = [{"id": name, "object": "model", "owned_by": "vllm", "root": name} for name in self.models]
+                card = {"object": "model", "owned_by": "vllm", "parent": None}
+                cards = [{"id": name, "root": name} | card | self.card_changes.get(name, {}) for name in self.models]
                 await exchange.json(200, {"object": "list", "data": cards})
             case "GET", ["llumlet", "status"] if self.engine_busy:
                 await exchange.client_gone.wait()

@@ -153,6 +153,10 @@ class Members:
         named = [group for group in groups if (group.name == model if model is not None else group.parent is None)]
         return named[0] if named else None
 
+    def serves(self, instance_id: str, group: ModelGroup) -> bool:
+        member = self._by_id.get(instance_id)
+        return member is not None and group in member.groups
+
     def is_healthy(self, instance_id: str) -> bool:
         member = self._by_id.get(instance_id)
         return member is not None and member.healthy

@@ -131,3 +131,21 @@ def test_the_policy_none_pairs_nothing_and_ends_what_was_paired() -> None:
     actions, memory = decide(cluster, memory, 1.0, dataclasses.replace(SETTINGS, policy=Policy.NONE))
     assert actions == [Unpair("a")]
     assert memory == Memory()
+
+
+def test_a_request_that_has_begun_goes_on_only_where_its_model_is_the_same() -> None:
+    one, other = ModelGroup("m", "root-1"), ModelGroup("m", "root-2")
+    cluster = view(instance("a", 50, groups=frozenset({other})), instance("b", 10, groups=frozenset({one})))
+    assert choose_instance(cluster, "m", {}) == "a"
+    assert choose_instance(cluster, "m", {}, group=one) == "b"
+    assert choose_instance(cluster, None, {}, group=one) == "b"
+    assert choose_instance(cluster, "m", {}, exclude={"b"}, group=one) is None
+    assert pairs(instance("a", 50, groups=frozenset({one})), instance("b", 900, groups=frozenset({other}))) == {}
+
+
+def test_an_adapter_is_asked_only_of_those_that_have_it_and_holds_up_no_pair() -> None:
+    base, adapter = ModelGroup("m"), ModelGroup("lora1", "/lora1", "m")
+    with_adapter = instance("b", 50, groups=frozenset({base, adapter}))
+    assert choose_instance(view(instance("a", groups=frozenset({base})), with_adapter), "lora1", {}) == "b"
+    assert pairs(with_adapter, instance("c", 900, groups=frozenset({base}))) == {"b": "c"}
+    assert pairs(with_adapter, instance("c", 900, groups=frozenset({adapter}))) == {}
