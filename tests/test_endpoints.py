@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gzip
+import itertools
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
+from gateway.config import Budgets, Limits
 from gateway.endpoints import ENDPOINTS, Kind
 from gateway.wire import OWN_REQUEST_ID_HEADER, REQUEST_ID_HEADER
-from tests.conftest import Running, StartGateway, until
+from tests.conftest import INTERVALS, Running, StartGateway, until
 from tests.fake_instance import MODEL, Exchange, FakeInstance, Script, error_body, instances
 from tests.scripts import gone, in_turn, resets, silent
 from tests.test_routes import assert_openai_error
@@ -180,16 +184,17 @@ async def test_fields_that_are_the_gateways_own_are_dropped_and_only_those(start
             assert a.received[-1].body == b'{"model":"kvferry-test","seed":9007199254740993,"input":"x"}'
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 429, 501])
-async def test_a_refusal_comes_through_once_and_as_it_is(status: int, start_gateway: StartGateway) -> None:
+async def test_a_refusal_comes_through_once_and_as_it_is(start_gateway: StartGateway) -> None:
+    kinds = [("application/json", b'{"error": {"message":"no"} }'), ("text/plain", b"no \xff")]
     async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
-        for kind, body in (("application/json", b'{"error": {"message":"no"} }'), ("text/plain", b"no \xff")):
-            a.script = whole(body, status, kind, {"retry-after": "7"})
+        for status, (kind, body) in itertools.product((400, 401, 404, 413, 422, 429, 501), kinds):
+            a.script = b.script = whole(body, status, kind, {"retry-after": "7"})
             for path in ("/v1/embeddings", *STREAMS):
                 response = await post(running, path, stream=True)
                 assert (response.status_code, response.content) == (status, body)
                 assert (response.headers["content-type"], response.headers["retry-after"]) == (kind, "7")
-        assert not b.received
+        assert len(a.received) + len(b.received) == 7 * len(kinds) * 3
+        assert running.gateway.counters.get("legs_lost") == 0
 
 
 @pytest.mark.parametrize("path", STREAMS)
@@ -413,3 +418,88 @@ async def test_other_streams_end_with_done_or_an_error(start_gateway: StartGatew
                 assert response.content == event + b"data: [DONE]\n\n"
             else:
                 assert json.loads(response.content.removeprefix(event + b"data: "))["error"]["code"] == 502
+
+
+PROMPTS: tuple[Any, ...] = ([1, 2, 3, 4], [[1, 2], [3, 4]], ["a", "b"], "", [], None, 5, {}, [1, "a"])
+
+
+async def test_no_shape_of_an_input_is_the_gateways_to_judge(start_gateway: StartGateway) -> None:
+    contents = (None, [{"type": "image_url", "image_url": {"url": "data:x"}}], 5)
+    chats = [[{"role": "user", "content": content, "tool_calls": []}] for content in contents]
+    async with instances("a") as (a,), start_gateway(a) as running:
+        a.script = whole(b"{}")
+        for path, field, values in (
+            ("/v1/completions", "prompt", PROMPTS),
+            ("/v1/embeddings", "input", PROMPTS),
+            ("/v1/responses", "input", PROMPTS),
+            ("/v1/chat/completions", "messages", [*chats, None, [], "x"]),
+            ("/v1/messages", "messages", [*chats, None, [], "x"]),
+        ):
+            for value in values:
+                assert (await post(running, path, **{field: value})).status_code == 200
+                assert a.received[-1].json[field] == value
+            assert (await post(running, path)).status_code == 200
+
+
+async def test_prompts_of_equal_length_spread(start_gateway: StartGateway) -> None:
+    async with instances("a", "b") as (a, b):
+        for fake in (a, b):
+            fake.script, fake.freeness_steps = whole(b"{}"), 8000.0
+        async with start_gateway(a, b) as running:
+            for path in ("/v1/completions", "/v1/embeddings"):
+                a.received.clear()
+                b.received.clear()
+                prompts = [[index] * 512 for index in range(40)]
+                await asyncio.gather(*(post(running, path, prompt=prompt) for prompt in prompts))
+                assert len(a.received) + len(b.received) == 40
+                assert abs(len(a.received) - len(b.received)) <= 6
+
+
+async def test_a_body_over_the_limit_is_a_413_everywhere(start_gateway: StartGateway) -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 100
+
+    async with instances("a") as (a,), start_gateway(a, limits=Limits(body_bytes=1000)) as running:
+        for path in ("/v1/embeddings", "/v1/responses", UPLOADS[0]):
+            for content in (b" " * 2000, parts()):
+                headers = {"content-type": "multipart/form-data; boundary=x"} if path in UPLOADS else JSON
+                assert_openai_error(await running.client.post(path, content=content, headers=headers), 413)
+        assert not a.received
+
+
+async def test_what_is_large_within_its_limit_passes_whole(start_gateway: StartGateway) -> None:
+    size = 4 * 1024 * 1024
+    event = b'event: response.output_text.delta\ndata: {"delta":"' + b"x" * size + b'"}\n\n'
+    async with instances("a") as (a,), start_gateway(a) as running:
+        a.script = streams(event, RESPONSE_EVENTS[-1])
+        assert (await post(running, "/v1/responses", stream=True)).content == event + RESPONSE_EVENTS[-1]
+        a.script = whole(b'"' + b"y" * size + b'"')
+        assert len((await post(running, "/v1/embeddings", input="z" * size)).content) == size + 2
+        assert len(a.received[-1].body) > size
+        sound = bytes(range(256)) * (size // 256)
+        await running.client.post(UPLOADS[0], files={"file": sound})
+        assert sound in a.received[-1].body
+
+
+async def test_the_networks_fault_is_a_502_or_a_504(start_gateway: StartGateway) -> None:
+    async def garbage(exchange: Exchange) -> None:
+        await exchange.raw(b"SSH-2.0-no http\r\n\r\n")
+
+    budgets = Budgets(header_grace_s=0.05, whole_reply_s=0.3, first_byte_s=0.3)
+    async with instances("a") as (a,), start_gateway(a, budgets=budgets) as running:
+        for script, status in ((garbage, 502), (resets, 502), (silent, 504)):
+            a.script = script
+            for stream in (False, True):
+                assert_openai_error(await post(running, "/v1/embeddings", stream=stream), status)
+        assert idle(running, a)
+
+
+async def test_an_instance_that_cannot_be_reached_is_passed_over(start_gateway: StartGateway) -> None:
+    slow = dataclasses.replace(INTERVALS, probe_s=60, pulse_s=60)
+    async with instances("a", "b") as (a, b), start_gateway(a, b, intervals=slow) as running:
+        b.script = whole(b'{"ok":1}')
+        await a.stop()
+        assert (await post(running, "/v1/embeddings")).json() == {"ok": 1}
+        assert (await post(running, "/v1/responses", background=True)).json() == {"ok": 1}
+        await a.listen(int(httpx.URL(a.url).port or 0))

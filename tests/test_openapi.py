@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import time
 from typing import Any
@@ -10,44 +11,47 @@ from typing import Any
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.core.result import Ok
 
 from gateway.endpoints import ENDPOINTS
 from tests.conftest import StartGateway
 from tests.fake_instance import Exchange, instances
 
-RUN_S = 15.0
-"""A bound on the whole; what has not been tried by then is left out."""
-EXAMPLES = 6
+RUN_S = 10.0
+"""A bound on the whole; what has not been tried by then is left out, on a slow machine. Each run begins elsewhere."""
 PAGE = "/openapi.json"
+QUICK = settings(
+    max_examples=3,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 
 
 async def answers_anything(exchange: Exchange) -> None:
     await exchange.json(200, {"id": "resp_1", "choices": []})
 
 
-def run(page: dict[str, Any], url: str) -> dict[str, int]:
-    """Requests by path. Raises what a request raises, so one that hangs is its client's time-out."""
-    asked: dict[str, int] = {}
+def run(page: dict[str, Any], url: str) -> set[str]:
+    """The paths that were asked. Raises what a request raises, so one that hangs is its client's time-out."""
+    asked: set[str] = set()
     until = time.monotonic() + RUN_S
-    for result in schemathesis.openapi.from_dict(page).get_all_operations():
-        operation = result.ok()
 
-        @given(case=operation.as_strategy())
-        @settings(
-            max_examples=EXAMPLES,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        def ask(case: schemathesis.Case, path: str = operation.path) -> None:
-            if time.monotonic() < until:
-                response = case.call(base_url=url, timeout=10)
-                assert response.status_code not in (500, 502, 504), response.text
-                asked[path] = asked.get(path, 0) + 1
+    def ask(case: schemathesis.Case[Any]) -> None:
+        if time.monotonic() < until:
+            response = case.call(base_url=url, timeout=10)
+            assert response.status_code < 500, response.text
+            asked.add(case.operation.path)
 
-        ask()
+    results = list(schemathesis.openapi.from_dict(page).get_all_operations())
+    begin = random.randrange(len(results))
+    print(f"begins with operation {begin}")
+    for result in results[begin:] + results[:begin]:
+        assert isinstance(result, Ok), result
+        if time.monotonic() < until:
+            QUICK(given(case=result.ok().as_strategy())(ask))()
     return asked
 
 
