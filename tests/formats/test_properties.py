@@ -73,12 +73,16 @@ def test_no_bytes_are_more_than_a_bad_request(body: bytes) -> None:
 def test_blocks_are_the_same_however_a_stream_is_cut(lines: list[tuple[str, str, str]], at: list[int]) -> None:
     stream = "".join(part for line in lines for part in line).encode("utf-8", "surrogatepass")
     places = sorted({0, len(stream), *(place for place in at if place < len(stream))})
-    whole, cut = sse.BlockSplitter(), sse.BlockSplitter()
-    expected = [*whole.feed(stream), whole.rest()]
-    parts = [stream[begin:end] for begin, end in itertools.pairwise(places)]
-    blocks = [*(block for part in parts for block in cut.feed(part)), cut.rest()]
-    assert [block for block in blocks if block] == [block for block in expected if block]
-    assert b"".join(blocks) == stream
+    whole = sse.BlockSplitter()
+    expected = [block for block in (*whole.feed(stream), whole.rest()) if block]
+    assert b"".join(expected) == stream
+    for parts in (
+        [stream[begin:end] for begin, end in itertools.pairwise(places)],
+        [bytes([byte]) for byte in stream],
+    ):
+        cut = sse.BlockSplitter()
+        blocks = [*(block for part in parts for block in cut.feed(part)), cut.rest()]
+        assert [block for block in blocks if block] == expected
 
 
 @given(VALUES, some.lists(some.integers(0, 200_000), max_size=5))
