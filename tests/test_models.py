@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from gateway.wire import OWN_REQUEST_ID_HEADER
-from tests.conftest import StartGateway, chat_body, until
+from tests.conftest import INTERVALS, StartGateway, chat_body, until
 from tests.fake_instance import MODEL, FakeInstance, instances
 from tests.scripts import loses_after, starts_and_waits
 from tests.test_admin import migrate
@@ -22,8 +24,8 @@ def with_adapter(*fakes: FakeInstance) -> None:
 async def test_an_adapter_is_listed_as_it_is_served_and_gone_when_it_is_unloaded(start_gateway: StartGateway) -> None:
     async with instances("a", "b", "c") as (a, b, c):
         with_adapter(b)
-        c.hangs = True
-        async with start_gateway(a, b) as running:
+        c.hangs = True  # Which holds up nobody else's models.
+        async with start_gateway(a, b, c, intervals=dataclasses.replace(INTERVALS, probe_timeout_s=1)) as running:
             cards = (await running.client.get("/v1/models")).json()["data"]
             assert [(card["id"], card["parent"], card["root"]) for card in cards] == [
                 (MODEL, None, MODEL),
@@ -35,7 +37,7 @@ async def test_an_adapter_is_listed_as_it_is_served_and_gone_when_it_is_unloaded
                     assert response.status_code == 200
             assert (len(a.received), len(b.received)) == (0, 9)
             b.models = (MODEL,)
-            await until(lambda: not running.gateway.members.knows_model("lora1"))
+            await until(lambda: not running.gateway.members.knows_model("lora1"), 15)
             for path in ("/v1/chat/completions", "/tokenize", "/v1/embeddings"):
                 response = await running.client.post(path, json=chat_body(model="lora1"))
                 message = "The model `lora1` does not exist."
