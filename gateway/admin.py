@@ -69,6 +69,7 @@ class Admin:
         request_id, destination_id, method = _read_order(order)
         source = await self._source(request_id)
         destination = self._known(destination_id, "destination")
+        self._check_model(request_id, destination)
         try:
             result = await self._order(request_id, source, destination, method)
         except LlumletRefused as error:
@@ -105,6 +106,14 @@ class Admin:
         if instance is None:
             raise NotFound(f"There is no instance `{instance_id}`.", param=param, code="instance_not_found")
         return instance
+
+    def _check_model(self, request_id: str, destination: Instance) -> None:
+        """An instance may serve another model, even under the same name: there the request would be another one."""
+        session = self._sessions.get(request_id)
+        if session is None or session.group is None or self._members.serves(destination.instance_id, session.group):
+            return
+        message = f"`{destination.instance_id}` does not serve the model of this request."
+        raise Conflict(message, param="destination", code="model_not_served")
 
     async def _order(self, request_id: str, source: Instance, destination: Instance, method: str) -> MigrationResult:
         if destination == source:

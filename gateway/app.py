@@ -17,6 +17,7 @@ from gateway.cluster.members import Members
 from gateway.cluster.pulse import Pulse
 from gateway.cluster.records import Records
 from gateway.cluster.reports import ReportReader
+from gateway.cluster.responses import StoredResponses
 from gateway.cluster.store import Store
 from gateway.config import Settings
 from gateway.errors import Unauthorized
@@ -27,6 +28,7 @@ from gateway.scheduler.executor import Executor
 from gateway.scheduler.leader import Leader
 from gateway.serving.backend import Backend
 from gateway.serving.dispatch import Dispatcher
+from gateway.serving.forward import Forwarder
 from gateway.serving.relay import Relay
 from gateway.serving.reply import Reply, Send
 from gateway.serving.serve import Server
@@ -60,6 +62,16 @@ class Gateway:
             settings.budgets.moved_s,
             self.counters,
         )
+        self.stored = StoredResponses(self.store, self.counters)
+        forwarder = Forwarder(
+            self.members,
+            self.dispatcher,
+            self.backend,
+            self.stored,
+            settings.budgets,
+            settings.limits,
+            self.counters,
+        )
         executor = Executor(self.members, self.llumlets, intervals.pairing_lease_s, self.counters)
         self.drains = Drains(
             self.members,
@@ -72,7 +84,7 @@ class Gateway:
         policy = PolicySettings(settings.policy, settings.migration)
         self.leader = Leader(self.gateway_id, self.store, self.members, executor, policy, intervals.leader_lease_s)
         api_keys = Keys(settings.api_keys, open_if_empty=True)
-        self._routes = Routes(server, self.members, api_keys, settings.limits, self.counters)
+        self._routes = Routes(server, forwarder, self.members, api_keys, settings.limits, self.counters)
         admin = Admin(
             self.gateway_id,
             self.members,
@@ -125,6 +137,7 @@ class Gateway:
         await self.drains.stop()
         await self.leader.release()
         await self.records.flush()
+        await self.stored.close()
         await self.backend.close()
         await self.llumlets.close()
         await self.store.close()

@@ -51,6 +51,16 @@ class NotFound(GatewayError):
     kind = "NotFoundError"
 
 
+class ResponseNotFound(GatewayError):
+    """As vLLM says it of a response that it does not hold."""
+
+    status = 404
+    kind = "invalid_request_error"
+
+    def __init__(self, response_id: str, why: str = "") -> None:
+        super().__init__(f"Response with id '{response_id}' not found.{why}", param="response_id")
+
+
 class MethodNotAllowed(GatewayError):
     status = 405
     kind = "invalid_request_error"

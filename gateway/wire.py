@@ -18,6 +18,8 @@ PROTOCOL_VERSION = 1
 SECRET_HEADER = "x-kvferry-secret"
 """The cluster's shared secret: on every llumlet route, and on ``/v1`` requests that a gateway manages."""
 REQUEST_ID_HEADER = "x-request-id"
+OWN_REQUEST_ID_HEADER = "x-kvferry-request-id"
+"""On a gateway's reply: the request's id here and at the instances, whatever the client called it."""
 RESUME_HEADER = "x-kvferry-resume"
 """On a resumed leg's request: the id under which the llumlet holds (or will hold) the output tokens so far."""
 RESUMED_HEADER = "x-kvferry-resumed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import hypothesis
 import pytest
 import uvicorn
 
@@ -22,8 +24,14 @@ from tests.fake_instance import MODEL, SECRET, FakeInstance
 
 
 def pytest_configure() -> None:
-    """SIGTERM, as a time limit sends it, ends a run like Ctrl-C: fixtures end what they have started."""
+    """SIGTERM, as a time limit sends it, ends a run like Ctrl-C: fixtures end what they have started.
+
+    ``HYPOTHESIS_PROFILE=thorough`` tries a hundred times as many random bodies and streams.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    hypothesis.settings.register_profile("quick", max_examples=30, deadline=None, database=None)
+    hypothesis.settings.register_profile("thorough", max_examples=3_000, deadline=None, database=None)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 ADMIN_KEY = "admin-key"

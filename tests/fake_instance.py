@@ -228,6 +228,8 @@ class FakeInstance:
     instance_id: str
     boot_id: str = "boot-1"
     models: tuple[str, ...] = (MODEL,)
+    card_changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By model: what its card says otherwise."""
     script: Script = generate
     created: int = 1_700_000_000
     freeness_steps: float = 1000.0
@@ -290,7 +292,7 @@ class FakeInstance:
         return await self._migration(resume_id)
 
     async def exchange(self, index: int = 0) -> Exchange:
-        """The index-th request under /v1, once it is there."""
+        """The index-th request of a client, once it is there."""
         async with self._changed:
             await asyncio.wait_for(self._changed.wait_for(lambda: len(self.exchanges) > index), 10)
         return self.exchanges[index]
@@ -348,7 +350,7 @@ class FakeInstance:
         exchange = Exchange(self, request, writer)
         watching = asyncio.create_task(_watch(reader, exchange))
         try:
-            if request.path.startswith("/v1/") and request.method == "POST":
+            if _is_request(request):
                 async with self._changed:
                     self.received.append(request)
                     self.exchanges.append(exchange)
@@ -371,7 +373,8 @@ class FakeInstance:
             case "GET", ["health"]:
                 await exchange.json(self.health_status, {})
             case "GET", ["v1", "models"]:
-                cards = [{"id": name, "object": "model", "owned_by": "vllm", "root": name} for name in self.models]
+                card = {"object": "model", "owned_by": "vllm", "parent": None}
+                cards = [{"id": name, "root": name} | card | self.card_changes.get(name, {}) for name in self.models]
                 await exchange.json(200, {"object": "list", "data": cards})
             case "GET", ["llumlet", "status"] if self.engine_busy:
                 await exchange.client_gone.wait()
@@ -409,6 +412,13 @@ class FakeInstance:
                 await exchange.send(json.dumps(self.report()).encode() + b"\n")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(exchange.client_gone.wait(), REPORT_INTERVAL_S)
+
+
+def _is_request(request: Received) -> bool:
+    """What a client asks for, rather than what a gateway does for itself."""
+    if request.method == "GET":
+        return request.path.startswith(("/v1/responses/", "/version"))
+    return request.method == "POST" and not request.path.startswith("/llumlet/")
 
 
 async def _watch(reader: asyncio.StreamReader, exchange: Exchange) -> None:

@@ -13,6 +13,7 @@ from gateway.access import Keys
 from gateway.cluster.members import Members
 from gateway.config import Limits
 from gateway.routes import Routes
+from gateway.serving.forward import Forwarder
 from gateway.serving.serve import Server
 from gateway.telemetry import Counters, cancel_all, run_forever
 
@@ -55,7 +56,7 @@ class BrokenServer:
 async def test_a_bug_of_ours_is_an_honest_500_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
     counters = Counters()
     server = cast(Server, BrokenServer())
-    routes = Routes(server, Members(1.0), Keys([], open_if_empty=True), Limits(), counters)
+    routes = Routes(server, cast(Forwarder, server), Members(1.0), Keys([], open_if_empty=True), Limits(), counters)
     sent: list[MutableMapping[str, Any]] = []
     messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
 

@@ -27,6 +27,18 @@ MIGRATIONS = PREFIX + "migrations"
 MIGRATIONS_MAX = 1_000
 MIGRATIONS_TTL_S = 86_413
 
+RESPONSE = PREFIX + "response:"
+"""``kvferry:response:<response id>``, ``<instance id> <boot id>``: who holds a stored response, for those that follow
+on it. Written once; the instance itself holds it until it ends, so one that is older than this is only lost to us."""
+RESPONSES = PREFIX + "responses"
+"""Sorted set of those ids by the time of writing, in seconds: it bounds their number, the oldest go first."""
+RESPONSES_MAX = 100_000
+RESPONSES_TTL_S = 86_423
+
+
+def response(response_id: str) -> str:
+    return RESPONSE + response_id
+
 
 def owner(request_id: str) -> str:
     return OWNER + request_id

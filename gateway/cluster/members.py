@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway import wire
-from gateway.policy.view import ClusterView, InstanceView, unknown_load
+from gateway.policy.view import ClusterView, InstanceView, ModelGroup, unknown_load
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,10 @@ class Member:
     @property
     def models(self) -> frozenset[str]:
         return frozenset(card["id"] for card in self.model_cards)
+
+    @property
+    def groups(self) -> frozenset[ModelGroup]:
+        return frozenset(_group(card) for card in self.model_cards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +146,21 @@ class Members:
     def knows_model(self, model: str) -> bool:
         return any(model in member.models for member in self._by_id.values())
 
+    def group(self, instance_id: str, model: str | None) -> ModelGroup | None:
+        """What ``model`` stands for at that instance; without a name, its default: the first base model."""
+        member = self._by_id.get(instance_id)
+        groups = [] if member is None else [_group(card) for card in member.model_cards]
+        named = [group for group in groups if (group.name == model if model is not None else group.parent is None)]
+        return named[0] if named else None
+
+    def serves(self, instance_id: str, group: ModelGroup) -> bool:
+        member = self._by_id.get(instance_id)
+        return member is not None and group in member.groups
+
+    def is_healthy(self, instance_id: str) -> bool:
+        member = self._by_id.get(instance_id)
+        return member is not None and member.healthy
+
     def model_cards(self) -> list[dict[str, Any]]:
         """The union, by model id; of several cards that of the smallest instance id. Always in the same order."""
         cards: dict[str, dict[str, Any]] = {}
@@ -157,10 +176,10 @@ class Members:
 def _view(member: Member, stale: bool) -> InstanceView:
     report = member.report
     if report is None:
-        return unknown_load(member.instance.instance_id, member.models, member.healthy)
+        return unknown_load(member.instance.instance_id, member.groups, member.healthy)
     return InstanceView(
         instance_id=member.instance.instance_id,
-        models=member.models,
+        groups=member.groups,
         healthy=member.healthy,
         stale=stale,
         draining=member.draining,
@@ -176,6 +195,11 @@ def _view(member: Member, stale: bool) -> InstanceView:
         requests_waiting=report.requests_waiting,
         freeness_steps=-math.inf if member.draining or report.freeness_steps is None else report.freeness_steps,
     )
+
+
+def _group(card: dict[str, Any]) -> ModelGroup:
+    root, parent = (card[name] if isinstance(card.get(name), str) else None for name in ("root", "parent"))
+    return ModelGroup(card["id"], root, parent)
 
 
 def _steady(known: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:

@@ -1,4 +1,4 @@
-"""The cluster's state in Redis. The only importer of redis; nothing here is awaited on a request's path.
+"""The cluster's state in Redis. The only importer of redis; nothing here is awaited on the token path.
 
 Every call has a bounded wait and raises :class:`StoreUnavailable` when Redis does not answer in it.
 """
@@ -46,6 +46,20 @@ return 0
 _PUBLISH = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
+return 1
+"""
+
+# KEYS: response, index. ARGV: value, TTL in s, now in s, response id, most, prefix. Expired ones leave the index too.
+_KEEP_RESPONSE = """
+redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+redis.call('ZADD', KEYS[2], ARGV[3], ARGV[4])
+redis.call('EXPIRE', KEYS[2], ARGV[2])
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', ARGV[3] - ARGV[2])
+local over = redis.call('ZCARD', KEYS[2]) - ARGV[5]
+if over > 0 then
+  local oldest = redis.call('ZPOPMIN', KEYS[2], over)
+  for i = 1, #oldest, 2 do redis.call('DEL', ARGV[6] .. oldest[i]) end
+end
 return 1
 """
 
@@ -147,6 +161,19 @@ class Store:
     async def migrations(self, count: int) -> list[dict[str, Any]]:
         values = await self._run(lambda: cast(Awaitable[list[str]], self._redis.lrange(keys.MIGRATIONS, 0, count - 1)))
         return [json.loads(value) for value in values]
+
+    async def keep_response(self, response_id: str, instance_id: str, boot_id: str) -> None:
+        limits = [str(keys.RESPONSES_MAX), keys.RESPONSE]
+        value = [f"{instance_id} {boot_id}", str(keys.RESPONSES_TTL_S), str(int(time.time())), response_id]
+        await self._eval(_KEEP_RESPONSE, [keys.response(response_id), keys.RESPONSES], value + limits)
+
+    async def response_home(self, response_id: str) -> tuple[str, str] | None:
+        """Instance id and boot id."""
+        value = await self._run(lambda: self._redis.get(keys.response(response_id)))
+        if value is None:
+            return None
+        instance_id, _, boot_id = value.partition(" ")
+        return instance_id, boot_id
 
     async def _eval(self, script: str, key_names: list[str], arguments: list[str]) -> Any:
         return await self._run(lambda: self._redis.eval(script, len(key_names), *key_names, *arguments))

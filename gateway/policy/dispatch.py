@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from gateway.policy.usage import freeness_steps
-from gateway.policy.view import ClusterView, InstanceView
+from gateway.policy.view import ClusterView, InstanceView, ModelGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,23 @@ _NOTHING_SENT = Sent()
 
 
 def choose_instance(
-    view: ClusterView, model: str | None, sent: Mapping[str, Sent], exclude: Collection[str] = ()
+    view: ClusterView,
+    model: str | None,
+    sent: Mapping[str, Sent],
+    exclude: Collection[str] = (),
+    group: ModelGroup | None = None,
 ) -> str | None:
-    """The id of the usable instance with the highest freeness; ties go to the smaller id. ``None`` if there is none."""
+    """The id of the usable instance with the highest freeness; ties go to the smaller id. ``None`` if there is none.
+
+    ``group``: of a request that has begun, which can go on only where its model is the same, whatever its name.
+    """
     candidates = [
         instance
         for instance in view.instances
-        if instance.usable and instance.instance_id not in exclude and (model is None or model in instance.models)
+        if instance.usable
+        and instance.instance_id not in exclude
+        and (model is None or instance.serves(model))
+        and (group is None or group in instance.groups)
     ]
     if not candidates:
         return None

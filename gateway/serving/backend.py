@@ -41,6 +41,7 @@ class Call:
     path: str
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
+    method: str = "POST"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,7 @@ class Backend:
         if resumption is not None:
             headers.append((wire.RESUME_HEADER, resumption.resume_id))
         head_s = self._budgets.first_byte_s if stream else self._budgets.whole_reply_s
-        opening = asyncio.create_task(self._post(instance, call.path, call.body, headers, head_s))
+        opening = asyncio.create_task(self._ask(instance, call, headers, head_s))
 
         def closed() -> None:
             self._legs.discard(leg)
@@ -272,13 +273,13 @@ class Backend:
         self._pools[instance.instance_id] = (instance, pool)
         return pool
 
-    async def _post(
-        self, instance: Instance, path: str, body: bytes, headers: list[tuple[str, str]], head_s: float
+    async def _ask(
+        self, instance: Instance, call: Call, headers: list[tuple[str, str]], head_s: float
     ) -> aiohttp.ClientResponse | LegError:
         """A failure is a value here: the task may end long before anyone asks for its result, or unasked."""
         asked = time.monotonic()
         try:
-            return await self._post_once(instance, path, body, headers, head_s)
+            return await self._ask_once(instance, call, headers, head_s)
         except LegNotConnected as error:
             # Late by more than the limit, it is this gateway that stood still: the instance was there all the time.
             if time.monotonic() - asked < self._budgets.connect_s + STOOD_STILL_S:
@@ -286,17 +287,21 @@ class Backend:
         except LegError as error:
             return error
         try:
-            return await self._post_once(instance, path, body, headers, head_s)
+            return await self._ask_once(instance, call, headers, head_s)
         except LegError as error:
             return error
 
-    async def _post_once(
-        self, instance: Instance, path: str, body: bytes, headers: list[tuple[str, str]], head_s: float
+    async def _ask_once(
+        self, instance: Instance, call: Call, headers: list[tuple[str, str]], head_s: float
     ) -> aiohttp.ClientResponse:
         with _mapped(instance.instance_id, "before its reply"):
             async with asyncio.timeout(head_s):
-                return await self._pool(instance).post(
-                    instance.url + path, data=_payload(body), headers=headers, allow_redirects=False
+                return await self._pool(instance).request(
+                    call.method,
+                    instance.url + call.path,
+                    data=_payload(call.body),
+                    headers=headers,
+                    allow_redirects=False,
                 )
 
 

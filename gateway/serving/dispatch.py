@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from gateway.cluster.members import Instance, Members
 from gateway.errors import NoInstance, NotFound
 from gateway.policy.dispatch import Sent, choose_instance
+from gateway.policy.view import ModelGroup
 
 REPORT_LAG_S = 0.25
 """A report received within this time of our sending may have been made before the request got there."""
@@ -29,11 +30,14 @@ class Dispatcher:
         self._in_flight: Counter[str] = Counter()
         self._sendings: dict[str, deque[_Sending]] = {}
 
-    def choose(self, model: str | None, exclude: Collection[str] = ()) -> Instance:
-        """Raises :class:`NotFound` for a model that no instance is known to serve, else :class:`NoInstance`."""
+    def choose(self, model: str | None, exclude: Collection[str] = (), group: ModelGroup | None = None) -> Instance:
+        """Raises :class:`NotFound` for a model that no instance is known to serve, else :class:`NoInstance`.
+
+        ``group``: of a request that has begun; it goes on only where the same is served.
+        """
         now = time.monotonic()
         view = self._members.view(now)
-        chosen = choose_instance(view, model, self._unreported(), exclude)
+        chosen = choose_instance(view, model, self._unreported(), exclude, group)
         instance = None if chosen is None else self._members.get(chosen)
         if instance is not None:
             return instance

@@ -8,7 +8,7 @@ from typing import Any
 
 from gateway import wire
 from gateway.errors import GatewayError, WholeReply
-from gateway.openai import sse
+from gateway.openai.dialects import Dialect, error_body, error_event
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -16,11 +16,18 @@ STREAM_HEADERS = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
 
 
 class Reply:
-    """Nothing is said before ``start_stream``, ``whole`` or ``fail`` is called; ``ended`` is final."""
+    """Nothing is said before ``start``, ``start_stream``, ``whole`` or ``fail`` is called; ``ended`` is final.
 
-    def __init__(self, send: Send, request_id: str | None = None) -> None:
+    ``client_id``: what the client calls its request. It is told that back, where it said something.
+    """
+
+    def __init__(self, send: Send, request_id: str | None = None, client_id: str = "") -> None:
         self._send = send
         self._request_id = request_id
+        self._client_id = client_id
+        self.dialect = Dialect.OPENAI
+        self.sequence_number = 0
+        """Of the next event, where events are numbered."""
         self.started = False
         self.ended = False
 
@@ -29,7 +36,7 @@ class Reply:
         if not self.started:
             own = {name for name, _ in STREAM_HEADERS}
             kept = [(name, value) for name, value in headers if name.lower() not in own]
-            await self._start(200, [*kept, *STREAM_HEADERS])
+            await self.start(200, [*kept, *STREAM_HEADERS])
 
     async def write(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -39,7 +46,7 @@ class Reply:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def whole(self, reply: WholeReply) -> None:
-        await self._start(reply.status, [*reply.headers, ("content-length", str(len(reply.body)))])
+        await self.start(reply.status, [*reply.headers, ("content-length", str(len(reply.body)))])
         self.ended = True
         await self._send({"type": "http.response.body", "body": reply.body, "more_body": False})
 
@@ -51,16 +58,21 @@ class Reply:
     async def fail(self, error: GatewayError) -> None:
         """A status while nothing has been said; later one event, after which the stream ends, without a [DONE]."""
         if not self.started:
-            await self.json(error.status, error.to_json(), error.headers.items())
+            await self.json(error.status, error_body(self.dialect, error), error.headers.items())
         elif not self.ended:
-            await self.write(sse.encode(json.dumps(error.to_json()).encode()))
+            await self.write(error_event(self.dialect, error, self.sequence_number))
             await self.end()
 
-    async def _start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
+    def abandon(self) -> None:
+        """Nothing more is said: the server then cuts the connection, so that what was sent is not taken for whole."""
+        self.ended = True
+
+    async def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
         assert not self.started
         # The way back from aiohttp's decoding: an instance's header may hold bytes that are no text.
         lines = [(name.lower().encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers]
         if self._request_id is not None:
-            lines.append((wire.REQUEST_ID_HEADER.encode(), self._request_id.encode()))
+            lines.append((wire.REQUEST_ID_HEADER.encode(), (self._client_id or self._request_id).encode()))
+            lines.append((wire.OWN_REQUEST_ID_HEADER.encode(), self._request_id.encode()))
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": lines})

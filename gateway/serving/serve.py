@@ -88,6 +88,7 @@ class Server:
         """A leg from the first token on."""
         instance = self._dispatcher.choose(session.body.model, session.failed_instances)
         log("dispatch", level=logging.DEBUG, request=session.request_id, instance=instance.instance_id)
+        session.group = self._members.group(instance.instance_id, session.body.model)
         leg = self._open_at(session, instance.instance_id)
         assert leg is not None
         return leg
@@ -129,7 +130,7 @@ class Server:
 
     async def _resume(self, session: Session) -> Leg:
         """A leg that goes on from the tokens that the client has been sent, on any instance: it recomputes."""
-        instance = self._dispatcher.choose(session.body.model, session.failed_instances)
+        instance = self._dispatcher.choose(session.body.model, session.failed_instances, session.group)
         resume_id = uuid.uuid4().hex
         tokens = list(session.output_token_ids)
         try:

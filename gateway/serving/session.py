@@ -15,6 +15,7 @@ from gateway.cluster.records import Records
 from gateway.cluster.store import Owner
 from gateway.openai.body import GenerateBody
 from gateway.openai.events import Chunk
+from gateway.policy.view import ModelGroup
 from gateway.serving.backend import Call
 
 GAPS_MAX = 512
@@ -40,6 +41,8 @@ class Session:
     call: Call
     body: GenerateBody
     instance_id: str | None = None
+    group: ModelGroup | None = None
+    """What its model is where it began."""
     output_token_ids: list[int] = field(default_factory=list)
     knows_all_tokens: bool = True
     """False once an event came without its token ids: then the count is the instance's word alone."""
