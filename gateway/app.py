@@ -11,7 +11,9 @@ from fastapi import FastAPI
 
 from gateway.access import Keys
 from gateway.admin import Admin, build_admin_app
+from gateway.admission import Admission
 from gateway.cluster.discovery import Discovery
+from gateway.cluster.limits import Limiter
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Members
 from gateway.cluster.pulse import Pulse
@@ -71,8 +73,10 @@ class Gateway:
         )
         policy = PolicySettings(settings.policy, settings.migration)
         self.leader = Leader(self.gateway_id, self.store, self.members, executor, policy, intervals.leader_lease_s)
-        api_keys = Keys(settings.api_keys, open_if_empty=True)
-        self._routes = Routes(server, self.members, api_keys, settings.limits, self.counters)
+        api_keys = Keys(settings.api_keys, settings.named_keys, open_if_empty=True)
+        self.limiter = Limiter(self.store, settings.budgets.limits_s, self.counters)
+        admission = Admission(api_keys, self.limiter, settings.caps, sends_priority=settings.sends_priority)
+        self._routes = Routes(server, self.members, admission, settings.limits, self.counters)
         admin = Admin(
             self.gateway_id,
             self.members,
@@ -110,6 +114,7 @@ class Gateway:
             "discovery", run_forever("discovery", self.discovery.probe_all, self._intervals.probe_s, self.counters)
         )
         self._run("registry", run_forever("registry", self.discovery.publish, self._intervals.probe_s, self.counters))
+        self._run("limits", run_forever("limits", self.limiter.tick, self._intervals.limits_s, self.counters))
         self._run("records", run_forever("records", self.records.flush, RECORDS_INTERVAL_S, self.counters))
         self._run("leader", run_forever("leader", self.leader.tick, self._intervals.leader_tick_s, self.counters))
         self._run("drains", run_forever("drains", self._follow_drains, self._intervals.leader_tick_s, self.counters))
@@ -125,6 +130,7 @@ class Gateway:
         await self.drains.stop()
         await self.leader.release()
         await self.records.flush()
+        await self.limiter.close()
         await self.backend.close()
         await self.llumlets.close()
         await self.store.close()

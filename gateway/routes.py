@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.access import Keys
+from gateway.access import ANYONE, Key
+from gateway.admission import Admission
 from gateway.cluster.members import Members
 from gateway.config import Limits
 from gateway.errors import (
@@ -32,7 +34,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Headers = list[tuple[bytes, bytes]]
 
 FORWARDED = frozenset({b"accept", b"user-agent", b"traceparent", b"tracestate"})
-"""The client's headers that an instance gets. Keys, cookies and everything else stay here."""
+"""The client's headers that an instance gets. Keys, cookies and everything else stay here: also ``x-vllm-priority``,
+which vLLM would put above the body's ``priority``."""
 CLIENT_ID_LENGTH_MAX = 64
 
 
@@ -44,6 +47,7 @@ class Incoming:
     receive: Receive
     reply: Reply
     request_id: str
+    key: Key = ANYONE
 
     @property
     def headers(self) -> Headers:
@@ -59,10 +63,12 @@ class ClientGone(Exception):
 
 
 class Routes:
-    def __init__(self, server: Server, members: Members, keys: Keys, limits: Limits, counters: Counters) -> None:
+    def __init__(
+        self, server: Server, members: Members, admission: Admission, limits: Limits, counters: Counters
+    ) -> None:
         self._server = server
         self._members = members
-        self._keys = keys
+        self._admission = admission
         self._limits = limits
         self._counters = counters
         self._table: dict[str, tuple[str, Handler]] = {
@@ -90,7 +96,7 @@ class Routes:
     async def _route(self, incoming: Incoming) -> None:
         path = incoming.scope["path"]
         if path != "/health":
-            self._keys.check(incoming.headers)
+            incoming = dataclasses.replace(incoming, key=self._admission.check(incoming.headers, path))
         if path not in self._table:
             raise NotFound("There is no such route.")
         method, handler = self._table[path]
@@ -101,12 +107,14 @@ class Routes:
     async def _generate(self, incoming: Incoming) -> None:
         headers, path, request_id = incoming.headers, incoming.scope["path"], incoming.request_id
         _check_content(headers)
-        body = read_body(await self._read(headers, incoming.receive))
+        terms = self._admission.terms(incoming.key, headers)
+        body = read_body(await self._read(headers, incoming.receive), terms)
         forwarded = [(name.decode(), value.decode("latin-1")) for name, value in headers if name in FORWARDED]
         call = Call(request_id, path, body.upstream, tuple(forwarded))
         self._counters.add("requests")
         log("request", request=request_id, path=path, stream=body.stream, client_id=_client_id(headers))
-        await _while_connected(self._server.serve(call, body, incoming.reply), incoming.receive)
+        async with self._admission.admitted(incoming.key, request_id, body.asked, incoming.reply):
+            await _while_connected(self._server.serve(call, body, incoming.reply), incoming.receive)
 
     async def _models(self, incoming: Incoming) -> None:
         """From what is known already: no instance is asked, so none can hold this up."""

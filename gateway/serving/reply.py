@@ -9,6 +9,7 @@ from typing import Any
 from gateway import wire
 from gateway.errors import GatewayError, WholeReply
 from gateway.openai import sse
+from gateway.openai.meter import Meter
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -23,6 +24,11 @@ class Reply:
         self._request_id = request_id
         self.started = False
         self.ended = False
+        self.more_headers: list[tuple[str, str]] = []
+        """The gateway's own, to be said with the reply whatever it is."""
+        self.before_end: Callable[[], Awaitable[None]] | None = None
+        """Called once, before the client can know that it has the whole reply."""
+        self.meter = Meter()
 
     async def start_stream(self, headers: Iterable[tuple[str, str]]) -> None:
         """Does nothing the second time: a stream that moves has been started already."""
@@ -34,11 +40,20 @@ class Reply:
     async def write(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
+    async def ending(self) -> None:
+        before_end, self.before_end = self.before_end, None
+        if before_end is not None:
+            await before_end()
+
     async def end(self) -> None:
+        await self.ending()
         self.ended = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def whole(self, reply: WholeReply) -> None:
+        if self.before_end is not None:
+            self.meter.whole(reply.status, reply.body)
+        await self.ending()
         await self._start(reply.status, [*reply.headers, ("content-length", str(len(reply.body)))])
         self.ended = True
         await self._send({"type": "http.response.body", "body": reply.body, "more_body": False})
@@ -59,7 +74,8 @@ class Reply:
     async def _start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
         assert not self.started
         # The way back from aiohttp's decoding: an instance's header may hold bytes that are no text.
-        lines = [(name.lower().encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers]
+        said = (*headers, *self.more_headers)
+        lines = [(name.lower().encode(), value.encode("utf-8", "surrogateescape")) for name, value in said]
         if self._request_id is not None:
             lines.append((wire.REQUEST_ID_HEADER.encode(), self._request_id.encode()))
         self.started = True
