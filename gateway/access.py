@@ -32,8 +32,13 @@ class Keys:
     """``plain``: keys as such, without limits. ``open_if_empty``: with no key at all everyone may call, else nobody."""
 
     def __init__(self, plain: Sequence[str], named: Sequence[Key] = (), *, open_if_empty: bool) -> None:
-        self._keys = [*(Key("", digest(key.encode())) for key in plain), *named]
+        self._plain = [Key("", digest(key.encode())) for key in plain]
+        self._keys = [*self._plain, *named]
         self._open = open_if_empty and not self._keys
+
+    def replace_named(self, named: Sequence[Key]) -> None:
+        """The keys file has changed. What runs goes on. This never opens the gateway to everyone."""
+        self._keys = [*self._plain, *named]
 
     def check(self, headers: Sequence[tuple[bytes, bytes]], path: str = "") -> Key:
         """Raises :class:`Unauthorized`. Every key is compared: the time says nothing about which is close."""

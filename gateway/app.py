@@ -22,6 +22,7 @@ from gateway.cluster.reports import ReportReader
 from gateway.cluster.store import Store
 from gateway.config import Settings
 from gateway.errors import Unauthorized
+from gateway.keys_file import KeysFile
 from gateway.policy.decide import PolicySettings
 from gateway.routes import Receive, Routes, Scope
 from gateway.scheduler.drain import Drains
@@ -75,6 +76,7 @@ class Gateway:
         self.leader = Leader(self.gateway_id, self.store, self.members, executor, policy, intervals.leader_lease_s)
         api_keys = Keys(settings.api_keys, settings.named_keys, open_if_empty=True)
         self.limiter = Limiter(self.store, settings.budgets.limits_s, self.counters)
+        self._keys_file = KeysFile(settings.keys_file, api_keys) if settings.keys_file else None
         admission = Admission(api_keys, self.limiter, settings.caps, sends_priority=settings.sends_priority)
         self._routes = Routes(server, self.members, admission, settings.limits, self.counters)
         admin = Admin(
@@ -114,6 +116,9 @@ class Gateway:
             "discovery", run_forever("discovery", self.discovery.probe_all, self._intervals.probe_s, self.counters)
         )
         self._run("registry", run_forever("registry", self.discovery.publish, self._intervals.probe_s, self.counters))
+        if self._keys_file is not None:
+            look = self._keys_file.look
+            self._run("keys_file", run_forever("keys_file", look, self._intervals.keys_file_s, self.counters))
         self._run("limits", run_forever("limits", self.limiter.tick, self._intervals.limits_s, self.counters))
         self._run("records", run_forever("records", self.records.flush, RECORDS_INTERVAL_S, self.counters))
         self._run("leader", run_forever("leader", self.leader.tick, self._intervals.leader_tick_s, self.counters))

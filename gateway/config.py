@@ -58,6 +58,7 @@ class Intervals:
     leader_lease_s: float = 3.0
     pairing_lease_s: float = 2.0
     ownership_refresh_s: float = 31.0
+    keys_file_s: float = 2.0
     limits_s: float = 0.5
     """How often a gateway that applies the limits by itself asks whether Redis is back."""
 
@@ -73,6 +74,7 @@ class Settings:
     """Empty: the admin routes answer 401 to everyone."""
     api_keys: tuple[str, ...] = ()
     """Empty: no key is asked for, which is only allowed on a loopback address."""
+    keys_file: str = ""
     named_keys: tuple[Key, ...] = ()
     """From the keys file, with their limits."""
     caps: Caps = field(default_factory=Caps)
@@ -124,6 +126,7 @@ def read_settings(flags: argparse.Namespace, environment: Mapping[str, str]) -> 
         port=int(_number("KVFERRY_PORT", values["KVFERRY_PORT"], whole=True)),
         admin_key=values["KVFERRY_ADMIN_KEY"],
         api_keys=_items(values["KVFERRY_API_KEYS"]),
+        keys_file=values["KVFERRY_KEYS_FILE"],
         named_keys=read_keys_file(values["KVFERRY_KEYS_FILE"]) if values["KVFERRY_KEYS_FILE"] else (),
         caps=_caps(values["KVFERRY_CAPS"]),
         sends_priority=_switch("KVFERRY_SEND_PRIORITY", values["KVFERRY_SEND_PRIORITY"]),

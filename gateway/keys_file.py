@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import secrets
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from gateway.access import Key, digest
+from gateway.access import Key, Keys, digest
 from gateway.errors import ConfigError
 from gateway.policy.limits import KeyLimits
+from gateway.telemetry import log
 from gateway.wire import PriorityClass, is_identifier
 
 VARIABLE = "KVFERRY_KEYS_FILE"
@@ -45,6 +47,36 @@ def read_keys_file(path: str) -> tuple[Key, ...]:
         return _keys(tables)
     except ConfigError as error:
         raise ConfigError(f"{VARIABLE} (--keys-file): {path}: {error.message}") from None
+
+
+class KeysFile:
+    """Reads the file again when it has changed. One that is wrong, or gone, changes nothing and is logged once."""
+
+    def __init__(self, path: str, keys: Keys) -> None:
+        self._path = path
+        self._keys = keys
+        self._read: tuple[int, ...] = ()
+
+    async def look(self) -> None:
+        self._read_if_changed()
+
+    def _read_if_changed(self) -> None:
+        state: tuple[int, ...]
+        try:
+            found = Path(self._path).stat()
+            state = (found.st_mtime_ns, found.st_size, found.st_ino)
+        except OSError:
+            state = (0,)
+        if state == self._read:
+            return
+        self._read = state
+        try:
+            named = read_keys_file(self._path)
+        except ConfigError as error:
+            log("keys_file_refused", level=logging.WARNING, reason=error.message)
+            return
+        self._keys.replace_named(named)
+        log("keys_file_read", keys=len(named))
 
 
 def _keys(tables: dict[str, Any]) -> tuple[Key, ...]:
