@@ -109,15 +109,29 @@ async def test_a_place_is_free_as_soon_as_the_client_has_its_reply(stream: bool,
             assert response.status_code == 200, number
 
 
-async def test_a_stream_says_done_only_when_its_place_is_free(start_gateway: StartGateway) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_last_bytes_of_a_reply_are_sent_when_its_place_is_free(
+    stream: bool, start_gateway: StartGateway
+) -> None:
     """A client goes on at [DONE], and does not wait for the end of the connection."""
-    async with instances("a") as (a,), several(start_gateway, 2, a, **settings(concurrent_requests=1)) as (one, two):
-        for _ in range(4):
-            request = one.client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True), headers=BEARER)
-            async with request as response:
-                async for line in response.aiter_lines():
-                    if line == "data: [DONE]":
-                        assert (await chat(two)).status_code == 200
+    async with instances("a") as (a,), start_gateway(a, **settings(concurrent_requests=1)) as running:
+        limiter = running.gateway.limiter
+        messages = [{"type": "http.request", "body": json.dumps(chat_body(stream=stream)).encode()}]
+        held: list[int] = []
+
+        async def receive() -> Any:
+            if not messages:
+                await asyncio.Event().wait()
+            return messages.pop()
+
+        async def send(message: Any) -> None:
+            if b"[DONE]" in message.get("body", b"") or b'"usage"' in message.get("body", b""):
+                held.append(len(limiter._places) + len(limiter._queue))
+
+        headers = [(b"content-type", b"application/json"), (b"authorization", BEARER["authorization"].encode())]
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+        await running.gateway(scope, receive, send)
+        assert held == [0]
 
 
 async def test_a_client_that_leaves_gives_its_place_back(start_gateway: StartGateway) -> None:

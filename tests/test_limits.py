@@ -133,6 +133,18 @@ async def test_a_call_that_is_sent_twice_counts_once(redis_url: str) -> None:
             assert (place.granted.requests_left, place.granted.tokens_left) == (1, 70)
 
 
+async def test_a_release_that_is_sent_twice_corrects_once(redis_url: str) -> None:
+    async with gateways(redis_url, 1) as (one,):
+        name, limits = new_id(), KeyLimits(tokens_per_minute=100)
+        place = await one.admit(name, limits, new_id(), 60)
+        assert isinstance(place, Place)
+        for _ in range(2):
+            await one._put_release(name, place.request_id, place.granted.second, -40)
+        another = await one.admit(name, limits, new_id(), 0)
+        assert isinstance(another, Place)
+        assert another.granted.tokens_left == 80
+
+
 async def test_the_places_of_a_gateway_that_has_died_lapse_and_those_of_a_living_one_do_not(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
