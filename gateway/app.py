@@ -75,7 +75,8 @@ class Gateway:
         policy = PolicySettings(settings.policy, settings.migration)
         self.leader = Leader(self.gateway_id, self.store, self.members, executor, policy, intervals.leader_lease_s)
         api_keys = Keys(settings.api_keys, settings.named_keys, open_if_empty=True)
-        self.limiter = Limiter(self.store, settings.budgets.limits_s, self.counters)
+        self._limits_store = Store(settings.redis_url)
+        self.limiter = Limiter(self._limits_store, settings.budgets.limits_s, self.counters)
         self._keys_file = KeysFile(settings.keys_file, api_keys) if settings.keys_file else None
         admission = Admission(api_keys, self.limiter, settings.caps, sends_priority=settings.sends_priority)
         self._routes = Routes(server, self.members, admission, settings.limits, self.counters)
@@ -136,6 +137,7 @@ class Gateway:
         await self.leader.release()
         await self.records.flush()
         await self.limiter.close()
+        await self._limits_store.close()
         await self.backend.close()
         await self.llumlets.close()
         await self.store.close()

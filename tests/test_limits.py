@@ -227,6 +227,24 @@ async def back(limiter: Limiter) -> bool:
     return limiter.is_shared
 
 
+def stand_still() -> None:
+    time.sleep(0.03)
+
+
+async def test_a_gateway_that_is_busy_itself_does_not_take_redis_for_slow(redis_url: str) -> None:
+    async def be_busy() -> None:
+        while True:
+            stand_still()
+            await asyncio.sleep(0)
+
+    async with gateways(redis_url, 1, budget_s=0.05) as (one,):
+        busy = asyncio.create_task(be_busy())
+        place = await one.admit(new_id(), KeyLimits(requests_per_minute=1), new_id(), 0)
+        busy.cancel()
+        assert isinstance(place, Place)
+        assert place.is_shared
+
+
 async def test_what_ran_while_redis_was_away_counts_when_it_is_back(own_redis: RedisServer) -> None:
     limits = KeyLimits(concurrent_requests=3)
     async with gateways(own_redis.url, 2, budget_s=1.0) as (one, two):

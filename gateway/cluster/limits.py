@@ -21,7 +21,10 @@ from gateway.policy.limits import WINDOW_S, Granted, KeyLimits, Ledger, Refused
 from gateway.telemetry import Counters, log
 
 LOOKS = 5
-"""In which a wait for Redis is cut: a machine that stands still costs one look, and not the whole budget."""
+"""In which a wait for Redis is cut. A look that this process was itself late for says nothing about Redis, and does not
+count: a busy or halted machine would else make every gateway count alone."""
+LATE = 1.5
+LOOKS_MAX = 25
 RELEASES_MAX = 10_000
 """Places given back while Redis is away; the oldest are let go, and lapse by themselves."""
 RENEWED_AT_ONCE = 500
@@ -123,6 +126,7 @@ return 1
 
 # KEYS: probe. ARGV: its life in s. A write, because a Redis that only reads does not count.
 _PROBE = "return redis.call('SET', KEYS[1], '1', 'EX', ARGV[1])"
+_PROBE_CALL = ScriptCall(_PROBE, (keys.LIMIT_PROBE,), (str(keys.LIMIT_PROBE_TTL_S),))
 
 
 @dataclass(slots=True)
@@ -148,6 +152,8 @@ class _Call:
 
 
 class Limiter:
+    """``store`` is its own, so that nobody else's calls stand before a request's."""
+
     def __init__(self, store: Store, budget_s: float, counters: Counters) -> None:
         self._store = store
         self._budget_s = budget_s
@@ -199,6 +205,9 @@ class Limiter:
         """A round of the background loop: renews the places, and while Redis is away looks whether it is back."""
         if not self.is_shared:
             await self._try_again()
+        elif self._sending is None:
+            self._put(_PROBE_CALL)  # So that the first request finds a connection.
+            self._send()
         elif self._places and time.monotonic() - self._renewed_at >= keys.LIMIT_PLACE_RENEWAL_S:
             self._renew()
             self._send()
@@ -227,9 +236,12 @@ class Limiter:
 
     async def _answered(self, answer: asyncio.Future[Any]) -> bool:
         """Whether it comes within the budget, and while the others' answers do."""
-        for _ in range(LOOKS):
-            await asyncio.wait({answer}, timeout=self._budget_s / LOOKS)
-            if answer.done() or not self.is_shared:
+        look_s, counted = self._budget_s / LOOKS, 0
+        for _ in range(LOOKS_MAX):
+            begun_at = time.monotonic()
+            await asyncio.wait({answer}, timeout=look_s)
+            counted += time.monotonic() - begun_at < LATE * look_s
+            if answer.done() or not self.is_shared or counted == LOOKS:
                 break
         return answer.done() and not answer.cancelled()
 
@@ -301,7 +313,7 @@ class Limiter:
             return  # The last answer is still waited for.
         asked_at = time.monotonic()
         self._renew()
-        self._put(ScriptCall(_PROBE, (keys.LIMIT_PROBE,), (str(keys.LIMIT_PROBE_TTL_S),)))
+        self._put(_PROBE_CALL)
         if await self._send() and time.monotonic() - asked_at <= self._budget_s:
             self.is_shared = True
             log("limits_shared", level=logging.WARNING)
