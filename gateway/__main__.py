@@ -13,6 +13,7 @@ import uvicorn
 from gateway.app import Gateway
 from gateway.config import Settings, add_flags, read_settings
 from gateway.errors import ConfigError
+from gateway.keys_file import add_keys_command, make_key
 from gateway.telemetry import configure_logging
 
 GRACE_S = 30
@@ -26,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
+        if flags.command == "keys":
+            return make_key(flags)
         settings = read_settings(flags, os.environ)
     except ConfigError as error:
         print(f"kvferry: {error.message}", file=sys.stderr)
@@ -63,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvferry {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_flags(commands.add_parser("serve", help="start the gateway"))
+    add_keys_command(commands)
     return parser
 
 

@@ -11,7 +11,9 @@ from fastapi import FastAPI
 
 from gateway.access import Keys
 from gateway.admin import Admin, build_admin_app
+from gateway.admission import Admission
 from gateway.cluster.discovery import Discovery
+from gateway.cluster.limits import Limiter
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Members
 from gateway.cluster.pulse import Pulse
@@ -21,6 +23,7 @@ from gateway.cluster.responses import StoredResponses
 from gateway.cluster.store import Store
 from gateway.config import Settings
 from gateway.errors import Unauthorized
+from gateway.keys_file import KeysFile
 from gateway.policy.decide import PolicySettings
 from gateway.routes import Receive, Routes, Scope
 from gateway.scheduler.drain import Drains
@@ -83,8 +86,12 @@ class Gateway:
         )
         policy = PolicySettings(settings.policy, settings.migration)
         self.leader = Leader(self.gateway_id, self.store, self.members, executor, policy, intervals.leader_lease_s)
-        api_keys = Keys(settings.api_keys, open_if_empty=True)
-        self._routes = Routes(server, forwarder, self.members, api_keys, settings.limits, self.counters)
+        api_keys = Keys(settings.api_keys, settings.named_keys, open_if_empty=True)
+        self._limits_store = Store(settings.redis_url)
+        self.limiter = Limiter(self._limits_store, settings.budgets.limits_s, self.counters)
+        self._keys_file = KeysFile(settings.keys_file, api_keys) if settings.keys_file else None
+        admission = Admission(api_keys, self.limiter, settings.caps, sends_priority=settings.sends_priority)
+        self._routes = Routes(server, forwarder, self.members, admission, settings.limits, self.counters)
         admin = Admin(
             self.gateway_id,
             self.members,
@@ -122,6 +129,10 @@ class Gateway:
             "discovery", run_forever("discovery", self.discovery.probe_all, self._intervals.probe_s, self.counters)
         )
         self._run("registry", run_forever("registry", self.discovery.publish, self._intervals.probe_s, self.counters))
+        if self._keys_file is not None:
+            look = self._keys_file.look
+            self._run("keys_file", run_forever("keys_file", look, self._intervals.keys_file_s, self.counters))
+        self._run("limits", run_forever("limits", self.limiter.tick, self._intervals.limits_s, self.counters))
         self._run("records", run_forever("records", self.records.flush, RECORDS_INTERVAL_S, self.counters))
         self._run("leader", run_forever("leader", self.leader.tick, self._intervals.leader_tick_s, self.counters))
         self._run("drains", run_forever("drains", self._follow_drains, self._intervals.leader_tick_s, self.counters))
@@ -138,6 +149,8 @@ class Gateway:
         await self.leader.release()
         await self.records.flush()
         await self.stored.close()
+        await self.limiter.close()
+        await self._limits_store.close()
         await self.backend.close()
         await self.llumlets.close()
         await self.store.close()

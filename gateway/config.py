@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from gateway.access import Key
 from gateway.errors import ConfigError
+from gateway.keys_file import read_keys_file
+from gateway.openai.caps import Caps, read_caps
 from gateway.policy.decide import Policy
 from gateway.policy.migration import MigrationSettings
 
@@ -29,6 +32,8 @@ class Budgets:
     """From the source's last word to the destination's first."""
     header_grace_s: float = 0.25
     """An instance that has said 200 but sent no event yet may still fail: that long the client's status can wait."""
+    limits_s: float = 0.1
+    """For Redis, to say whether a key's limits allow a request. Without an answer the gateway decides by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,9 @@ class Intervals:
     leader_lease_s: float = 3.0
     pairing_lease_s: float = 2.0
     ownership_refresh_s: float = 31.0
+    keys_file_s: float = 2.0
+    limits_s: float = 0.5
+    """How often a gateway that applies the limits by itself asks whether Redis is back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,11 @@ class Settings:
     """Empty: the admin routes answer 401 to everyone."""
     api_keys: tuple[str, ...] = ()
     """Empty: no key is asked for, which is only allowed on a loopback address."""
+    keys_file: str = ""
+    named_keys: tuple[Key, ...] = ()
+    """From the keys file, with their limits."""
+    caps: Caps = field(default_factory=Caps)
+    sends_priority: bool = True
     upstream_api_key: str = ""
     log_level: str = "info"
     budgets: Budgets = field(default_factory=Budgets)
@@ -83,6 +96,9 @@ FLAGS: tuple[tuple[str, str, str, str], ...] = (
     ("--secret", "KVFERRY_SECRET", "", "secret shared with the llumlets"),
     ("--admin-key", "KVFERRY_ADMIN_KEY", "", "key of the admin routes"),
     ("--api-keys", "KVFERRY_API_KEYS", "", "clients' keys, comma-separated; none: loopback only"),
+    ("--keys-file", "KVFERRY_KEYS_FILE", "", "TOML file of clients' keys with their limits"),
+    ("--caps", "KVFERRY_CAPS", "", "bounds on what one request may ask for: n=16,stop=8"),
+    ("--send-priority", "KVFERRY_SEND_PRIORITY", "on", "tell the vLLM servers a request's priority: on or off"),
     ("--upstream-api-key", "KVFERRY_UPSTREAM_API_KEY", "", "key that the vLLM servers ask for"),
     ("--log-level", "KVFERRY_LOG_LEVEL", "info", "debug, info, warning or error"),
     ("--policy", "KVFERRY_POLICY", "llumnix", "what the leader moves by itself: llumnix, or none"),
@@ -110,6 +126,10 @@ def read_settings(flags: argparse.Namespace, environment: Mapping[str, str]) -> 
         port=int(_number("KVFERRY_PORT", values["KVFERRY_PORT"], whole=True)),
         admin_key=values["KVFERRY_ADMIN_KEY"],
         api_keys=_items(values["KVFERRY_API_KEYS"]),
+        keys_file=values["KVFERRY_KEYS_FILE"],
+        named_keys=read_keys_file(values["KVFERRY_KEYS_FILE"]) if values["KVFERRY_KEYS_FILE"] else (),
+        caps=_caps(values["KVFERRY_CAPS"]),
+        sends_priority=_switch("KVFERRY_SEND_PRIORITY", values["KVFERRY_SEND_PRIORITY"]),
         upstream_api_key=values["KVFERRY_UPSTREAM_API_KEY"],
         log_level=values["KVFERRY_LOG_LEVEL"].lower(),
         policy=_policy(values["KVFERRY_POLICY"]),
@@ -133,9 +153,10 @@ def _check(settings: Settings) -> None:
         raise ConfigError(f"KVFERRY_PORT (--port) must be between 0 and 65535, not {settings.port}.")
     if urlsplit(settings.redis_url).scheme not in ("redis", "rediss", "unix"):
         raise ConfigError("KVFERRY_REDIS_URL (--redis-url) must begin with redis://, rediss:// or unix://.")
-    if not settings.api_keys and not _is_loopback(settings.host):
+    if not settings.api_keys and not settings.named_keys and not _is_loopback(settings.host):
         raise ConfigError(
-            f"KVFERRY_API_KEYS (--api-keys) is empty, which is allowed on loopback only, not on {settings.host}."
+            "KVFERRY_API_KEYS (--api-keys) and KVFERRY_KEYS_FILE (--keys-file) are empty, which is allowed on loopback"
+            f" only, not on {settings.host}."
         )
     if settings.log_level not in ("debug", "info", "warning", "error"):
         raise ConfigError(f"KVFERRY_LOG_LEVEL (--log-level) cannot be {settings.log_level!r}.")
@@ -149,6 +170,19 @@ def _policy(value: str) -> Policy:
     except ValueError:
         names = " or ".join(Policy)
         raise ConfigError(f"KVFERRY_POLICY (--policy) must be {names}, not {value!r}.") from None
+
+
+def _caps(value: str) -> Caps:
+    try:
+        return read_caps(value)
+    except ValueError as error:
+        raise ConfigError(f"KVFERRY_CAPS (--caps): {error}.") from None
+
+
+def _switch(name: str, value: str) -> bool:
+    if value.lower() not in ("on", "off"):
+        raise ConfigError(f"{name} must be on or off, not {value!r}.")
+    return value.lower() == "on"
 
 
 def _items(value: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gateway.openai.dialects import Dialect
+from gateway.openai.terms import Work
 
 
 class Kind(Enum):
@@ -44,6 +45,7 @@ class Endpoint:
     required: tuple[str, ...] = ()
     dialect: Dialect = Dialect.OPENAI
     needs_key: bool = True
+    work: Work = Work.GENERATES
 
 
 ENDPOINTS = (
@@ -54,20 +56,28 @@ ENDPOINTS = (
     Endpoint("/v1/responses/{response_id}", "GET", Kind.STORED, "Retrieve a response", (), Dialect.RESPONSES),
     Endpoint("/v1/responses/{response_id}/cancel", "POST", Kind.STORED, "Cancel a response", (), Dialect.RESPONSES),
     Endpoint("/v1/messages", "POST", Kind.FORWARD, "Anthropic's messages", ("messages",), Dialect.MESSAGES),
-    Endpoint("/v1/messages/count_tokens", "POST", Kind.FORWARD, "Count tokens", ("messages",), Dialect.MESSAGES),
-    Endpoint("/v1/embeddings", "POST", Kind.FORWARD, "Embeddings", ("input",)),
-    Endpoint("/v2/embed", "POST", Kind.FORWARD, "Cohere's embeddings"),
-    Endpoint("/pooling", "POST", Kind.FORWARD, "Pooled or raw hidden states", ("input",)),
-    Endpoint("/classify", "POST", Kind.FORWARD, "Classification", ("input",)),
-    Endpoint("/score", "POST", Kind.FORWARD, "Score pairs of texts"),
-    Endpoint("/v1/score", "POST", Kind.FORWARD, "Score pairs of texts"),
-    Endpoint("/rerank", "POST", Kind.FORWARD, "Rank documents", ("query", "documents")),
-    Endpoint("/v1/rerank", "POST", Kind.FORWARD, "Rank documents", ("query", "documents")),
-    Endpoint("/v2/rerank", "POST", Kind.FORWARD, "Rank documents", ("query", "documents")),
-    Endpoint("/generative_scoring", "POST", Kind.FORWARD, "Score texts with a generating model"),
-    Endpoint("/v1/systemone", "POST", Kind.FORWARD, "Structured decisions"),
-    Endpoint("/tokenize", "POST", Kind.FORWARD, "Text to tokens"),
-    Endpoint("/detokenize", "POST", Kind.FORWARD, "Tokens to text", ("tokens",)),
+    Endpoint(
+        "/v1/messages/count_tokens",
+        "POST",
+        Kind.FORWARD,
+        "Count tokens",
+        ("messages",),
+        Dialect.MESSAGES,
+        work=Work.PREPARES,
+    ),
+    Endpoint("/v1/embeddings", "POST", Kind.FORWARD, "Embeddings", ("input",), work=Work.COMPUTES),
+    Endpoint("/v2/embed", "POST", Kind.FORWARD, "Cohere's embeddings", work=Work.COMPUTES),
+    Endpoint("/pooling", "POST", Kind.FORWARD, "Pooled or raw hidden states", ("input",), work=Work.COMPUTES),
+    Endpoint("/classify", "POST", Kind.FORWARD, "Classification", ("input",), work=Work.COMPUTES),
+    Endpoint("/score", "POST", Kind.FORWARD, "Score pairs of texts", work=Work.COMPUTES),
+    Endpoint("/v1/score", "POST", Kind.FORWARD, "Score pairs of texts", work=Work.COMPUTES),
+    Endpoint("/rerank", "POST", Kind.FORWARD, "Rank documents", ("query", "documents"), work=Work.COMPUTES),
+    Endpoint("/v1/rerank", "POST", Kind.FORWARD, "Rank documents", ("query", "documents"), work=Work.COMPUTES),
+    Endpoint("/v2/rerank", "POST", Kind.FORWARD, "Rank documents", ("query", "documents"), work=Work.COMPUTES),
+    Endpoint("/generative_scoring", "POST", Kind.FORWARD, "Score texts with a generating model", work=Work.COMPUTES),
+    Endpoint("/v1/systemone", "POST", Kind.FORWARD, "Structured decisions", work=Work.COMPUTES),
+    Endpoint("/tokenize", "POST", Kind.FORWARD, "Text to tokens", work=Work.PREPARES),
+    Endpoint("/detokenize", "POST", Kind.FORWARD, "Tokens to text", ("tokens",), work=Work.PREPARES),
     Endpoint("/v1/audio/transcriptions", "POST", Kind.UPLOAD, "Speech to text", ("file",)),
     Endpoint("/v1/audio/translations", "POST", Kind.UPLOAD, "Speech to English text", ("file",)),
     Endpoint("/v1/models", "GET", Kind.MODELS, "Models and LoRA adapters of all instances"),

@@ -98,6 +98,22 @@ class UnsupportedEncoding(GatewayError):
     kind = "invalid_request_error"
 
 
+class LimitReached(GatewayError):
+    """A key has used what it may; ``details`` are headers that say more."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, retry_after_s: int, details: dict[str, str]) -> None:
+        super().__init__(message, code="rate_limit_exceeded")
+        self.retry_after_s = retry_after_s
+        self._details = details
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(self.retry_after_s), **self._details}
+
+
 class NoInstance(GatewayError):
     """The model is known, but nothing can serve it now."""
 

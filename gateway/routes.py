@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from gateway.access import Keys
+from gateway.access import ANYONE, Key
+from gateway.admission import Admission
 from gateway.cluster.members import Members
 from gateway.config import Limits
 from gateway.endpoints import Endpoint, Kind, Table
@@ -24,6 +25,8 @@ from gateway.errors import (
     UnsupportedEncoding,
 )
 from gateway.openai.body import read_body, read_forward_body
+from gateway.openai.dialects import Dialect
+from gateway.openai.terms import read_asked
 from gateway.openapi import openapi_page
 from gateway.serving.backend import Call
 from gateway.serving.form import read_form
@@ -39,7 +42,10 @@ Headers = list[tuple[bytes, bytes]]
 FORWARDED = frozenset(
     {b"accept", b"user-agent", b"traceparent", b"tracestate", b"anthropic-version", b"anthropic-beta"}
 )
-"""The client's headers that an instance gets. Keys, cookies and everything else stay here."""
+"""The client's headers that an instance gets. Keys, cookies and everything else stay here: also ``x-vllm-priority``,
+which vLLM would put above the body's ``priority``."""
+INSTANCE_PRIORITY_HEADER = "x-vllm-priority"
+"""The gateway's own word where the body has no field for it."""
 CLIENT_ID_LENGTH_MAX = 64
 
 
@@ -52,6 +58,7 @@ class Incoming:
     reply: Reply
     request_id: str
     endpoint: Endpoint
+    key: Key = ANYONE
     response_id: str = ""
 
     @property
@@ -73,14 +80,14 @@ class Routes:
         server: Server,
         forwarder: Forwarder,
         members: Members,
-        keys: Keys,
+        admission: Admission,
         limits: Limits,
         counters: Counters,
     ) -> None:
         self._server = server
         self._forwarder = forwarder
         self._members = members
-        self._keys = keys
+        self._admission = admission
         self._limits = limits
         self._counters = counters
         self._table = Table()
@@ -116,31 +123,40 @@ class Routes:
         endpoint = None if found is None else found.by_method.get(scope["method"])
         if found is not None:
             reply.dialect = next(iter(found.by_method.values())).dialect
+        key = ANYONE
         if endpoint is None or endpoint.needs_key:
-            self._keys.check(scope["headers"])
+            key = self._admission.check(scope["headers"], scope["path"])
         if found is None:
             raise NotFound("There is no such route.")
         if endpoint is None:
             allowed = ", ".join(sorted(found.by_method))
             raise MethodNotAllowed(f"This route takes {allowed} only.", allowed)
-        incoming = Incoming(scope, receive, reply, request_id, endpoint, found.response_id)
+        incoming = Incoming(scope, receive, reply, request_id, endpoint, key, found.response_id)
         await self._handlers[endpoint.kind](incoming)
 
     async def _generate(self, incoming: Incoming) -> None:
         headers = incoming.headers
         _check_content(headers)
-        body = read_body(await self._read(headers, incoming.receive))
+        terms = self._admission.terms(incoming.key, headers)
+        body = read_body(await self._read(headers, incoming.receive), terms)
         call = Call(incoming.request_id, incoming.endpoint.path, body.upstream, _forwarded(headers))
         self._note(incoming, body.stream)
-        await _while_connected(self._server.serve(call, body, incoming.reply), incoming.receive)
+        async with self._admission.admitted(incoming.key, incoming.request_id, body.asked, incoming.reply):
+            await _while_connected(self._server.serve(call, body, incoming.reply), incoming.receive)
 
     async def _forward(self, incoming: Incoming) -> None:
         headers, endpoint = incoming.headers, incoming.endpoint
         _check_content(headers)
-        body = read_forward_body(await self._read(headers, incoming.receive))
+        in_header = endpoint.dialect is Dialect.MESSAGES
+        terms = self._admission.terms(incoming.key, headers, endpoint.work)
+        raw = await self._read(headers, incoming.receive)
+        body = read_forward_body(raw, terms, takes_priority=not in_header)
+        forwarded = _forwarded(headers)
+        if in_header and body.asked.priority is not None:
+            forwarded += ((INSTANCE_PRIORITY_HEADER, str(body.asked.priority)),)
         responds = endpoint.kind is Kind.RESPOND
         forward = Forward(
-            Call(incoming.request_id, endpoint.path, body.upstream, _forwarded(headers)),
+            Call(incoming.request_id, endpoint.path, body.upstream, forwarded),
             endpoint.dialect,
             model=body.model,
             stream=body.stream,
@@ -149,7 +165,8 @@ class Routes:
             home_of=body.previous_response_id if responds else None,
             keeps=responds and body.stores,
         )
-        await self._pass(incoming, forward)
+        async with self._admission.admitted(incoming.key, incoming.request_id, body.asked, incoming.reply):
+            await self._pass(incoming, forward)
 
     async def _upload(self, incoming: Incoming) -> None:
         headers = incoming.headers
@@ -157,12 +174,16 @@ class Routes:
         content_type = _header(headers, b"content-type").decode("latin-1")
         body = await self._read(headers, incoming.receive)
         form = await read_form(content_type, body)
+        # The size of a recording says nothing of its tokens.
+        asked = read_asked({}, 0, self._admission.terms(incoming.key, headers))
         kept = (*_forwarded(headers), ("content-type", content_type))
         call = Call(incoming.request_id, incoming.endpoint.path, body, kept)
-        await self._pass(incoming, Forward(call, incoming.endpoint.dialect, model=form.model, stream=form.stream))
+        forward = Forward(call, incoming.endpoint.dialect, model=form.model, stream=form.stream)
+        async with self._admission.admitted(incoming.key, incoming.request_id, asked, incoming.reply):
+            await self._pass(incoming, forward)
 
     async def _look(self, incoming: Incoming) -> None:
-        """What an instance is asked without a body; one that came all the same stays here."""
+        """What an instance is asked without a body; one that came all the same stays here. No limit counts it."""
         endpoint, response_id = incoming.endpoint, incoming.response_id
         query = look_query(incoming.scope["query_string"]) if response_id else ""
         path = endpoint.path.replace("{response_id}", quote(response_id, safe="")) + query

@@ -8,6 +8,7 @@ peer can say more.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import types
 import typing
 from dataclasses import dataclass
@@ -28,6 +29,21 @@ MOVED_HEADER = "x-kvferry-moved"
 """On a non-streamed reply (409) of an instance that the request has left: ``<migration_id> <destination> <tokens>``."""
 
 COMMENT_PREFIX = b": kvferry "
+
+
+class PriorityClass(enum.IntEnum):
+    """How urgent a request is. The value is vLLM's ``priority``, where lower means sooner.
+
+    A hundred apart, because vLLM itself counts down from a request's priority for the later turns of a response.
+    """
+
+    HIGH = -100
+    NORMAL = 0
+    LOW = 100
+
+    @property
+    def word(self) -> str:
+        return self.name.lower()
 
 
 class WireError(ValueError):

@@ -10,8 +10,12 @@ from typing import Any, cast
 import pytest
 
 from gateway.access import Keys
+from gateway.admission import Admission
+from gateway.cluster.limits import Limiter
 from gateway.cluster.members import Members
+from gateway.cluster.store import Store
 from gateway.config import Limits
+from gateway.openai.caps import Caps
 from gateway.routes import Routes
 from gateway.serving.forward import Forwarder
 from gateway.serving.serve import Server
@@ -56,7 +60,9 @@ class BrokenServer:
 async def test_a_bug_of_ours_is_an_honest_500_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
     counters = Counters()
     server = cast(Server, BrokenServer())
-    routes = Routes(server, cast(Forwarder, server), Members(1.0), Keys([], open_if_empty=True), Limits(), counters)
+    limiter = Limiter(Store("redis://127.0.0.1:1/0"), 0.1, counters)
+    admission = Admission(Keys([], open_if_empty=True), limiter, Caps(), sends_priority=True)
+    routes = Routes(server, cast(Forwarder, server), Members(1.0), admission, Limits(), counters)
     sent: list[MutableMapping[str, Any]] = []
     messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
 

@@ -1,4 +1,5 @@
-"""The cluster's state in Redis. The only importer of redis; nothing here is awaited on the token path.
+"""The cluster's state in Redis. The only importer of redis. On a request's path only two things are asked for: the
+limits of a key with limits, with a budget of their own (limits.py), and who holds a stored response (responses.py).
 
 Every call has a bounded wait and raises :class:`StoreUnavailable` when Redis does not answer in it.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -84,6 +85,13 @@ class Owner:
     gateway_id: str
     instance_id: str
     model: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptCall:
+    script: str
+    keys: tuple[str, ...]
+    arguments: tuple[str, ...]
 
 
 class Store:
@@ -174,6 +182,14 @@ class Store:
             return None
         instance_id, _, boot_id = value.partition(" ")
         return instance_id, boot_id
+
+    async def run_scripts(self, calls: Sequence[ScriptCall]) -> list[Any]:
+        """In this order and in one round trip. One that Redis refuses fails them all, though others may have run."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for call in calls:
+            pipeline.eval(call.script, len(call.keys), *call.keys, *call.arguments)
+        answers: list[Any] = await self._run(pipeline.execute)
+        return answers
 
     async def _eval(self, script: str, key_names: list[str], arguments: list[str]) -> Any:
         return await self._run(lambda: self._redis.eval(script, len(key_names), *key_names, *arguments))

@@ -12,10 +12,13 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
 from gateway.errors import BadRequest
+from gateway.openai.caps import is_true
+from gateway.openai.terms import Asked, Terms, read_asked
 
 FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", "kv_hints")
 """They would steer the engine's own connections."""
 DROPPED = frozenset({"priority"})
+"""A client's own is never let through: the class of the request says what the instance is told."""
 DROPPED_IN_FORWARDS = DROPPED | {"request_id"}
 """There it would become the engine's id, where for chats and completions the header comes first."""
 OWN_XARGS_PREFIX = "kvferry_"
@@ -25,8 +28,8 @@ _NESTING = ("vllm_xargs", "extra_body")
 """Objects of more fields: vLLM makes no difference between the first's names and its own."""
 
 _WHITESPACE = " \t\n\r"
-_TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y", "on"})
 _DECODER = json.JSONDecoder()
+_ANY = Terms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class GenerateBody:
     resumable: bool
     hides_reasoning: bool
     """A server with a reasoning parser then shows no token ids, and no event at all while the model reasons."""
+    asked: Asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +59,32 @@ class ForwardBody:
     """Its instance may keep what it answers."""
     repeatable: bool
     """Nothing is changed by doing it twice: no background work, no tool that the server calls itself."""
+    asked: Asked
 
 
-def read_forward_body(raw: bytes) -> ForwardBody:
-    """Raises :class:`BadRequest` like :func:`read_body`."""
+def read_forward_body(raw: bytes, terms: Terms = _ANY, *, takes_priority: bool = True) -> ForwardBody:
+    """Raises :class:`BadRequest` like :func:`read_body`. ``takes_priority``: the instance reads it from the body."""
     members = _parse(raw)
     fields = {key: value for key, value, _ in members}
     _refuse_own_fields(members)
+    asked = read_asked(fields, len(raw), terms)
     kept = [source for key, _, source in members if key not in DROPPED_IN_FORWARDS]
+    if asked.priority is not None and takes_priority:
+        kept.append(f'"priority":{asked.priority}')
     previous = fields.get("previous_response_id")
     return ForwardBody(
-        upstream=raw if len(kept) == len(members) else ("{" + ",".join(kept) + "}").encode(),
+        upstream=raw if kept == [source for _, _, source in members] else ("{" + ",".join(kept) + "}").encode(),
         model=_model(fields.get("model")),
-        stream=_is_true(fields.get("stream")),
+        stream=is_true(fields.get("stream")),
         previous_response_id=previous if isinstance(previous, str) and previous else None,
         stores=fields.get("store", True) is not False,
-        repeatable=not _is_true(fields.get("background")) and not _calls_tools_itself(fields.get("tools")),
+        repeatable=not is_true(fields.get("background")) and not _calls_tools_itself(fields.get("tools")),
+        asked=asked,
     )
 
 
 def is_true_text(value: bytes) -> bool:
-    return _is_true(value.decode("latin-1"))
+    return is_true(value.decode("latin-1"))
 
 
 def check_form_field(name: str, value: bytes) -> None:
@@ -99,23 +108,27 @@ def read_model_field(value: bytes) -> str | None:
         raise BadRequest("`model` is not valid UTF-8.", param="model") from error
 
 
-def read_body(raw: bytes) -> GenerateBody:
-    """Raises :class:`BadRequest` for what is not a JSON object, and for fields that are the gateway's own."""
+def read_body(raw: bytes, terms: Terms = _ANY) -> GenerateBody:
+    """Raises :class:`BadRequest` for what is not a JSON object, for fields that are the gateway's own, and for what
+    goes beyond the terms.
+    """
     members = _parse(raw)
     fields = {key: value for key, value, _ in members}
     _refuse_own_fields(members)
     model = _model(fields.get("model"))
-    stream = _is_true(fields.get("stream"))
+    asked = read_asked(fields, len(raw), terms)
+    stream = is_true(fields.get("stream"))
     # A value that we do not know is left for the instance to judge.
     adds_token_ids = stream and fields.get("return_token_ids") in (None, False)
     return GenerateBody(
-        upstream=_upstream(members, adds_token_ids),
+        upstream=_upstream(members, adds_token_ids, asked.priority),
         model=model,
         stream=stream,
         wants_token_ids=not adds_token_ids,
         wants_usage=_wants_usage(fields.get("stream_options")),
         resumable=_is_one_sequence(fields),
-        hides_reasoning="include_reasoning" in fields and not _is_true(fields["include_reasoning"]),
+        hides_reasoning="include_reasoning" in fields and not is_true(fields["include_reasoning"]),
+        asked=asked,
     )
 
 
@@ -211,17 +224,14 @@ def _model(value: Any) -> str | None:
     return value or None
 
 
-def _upstream(members: list[tuple[str, Any, str]], adds_token_ids: bool) -> bytes:
+def _upstream(members: list[tuple[str, Any, str]], adds_token_ids: bool, priority: int | None) -> bytes:
     dropped = DROPPED | {"return_token_ids"} if adds_token_ids else DROPPED
     kept = [source for key, _, source in members if key not in dropped]
     if adds_token_ids:
         kept.append('"return_token_ids":true')
+    if priority is not None:
+        kept.append(f'"priority":{priority}')
     return ("{" + ",".join(kept) + "}").encode()
-
-
-def _is_true(value: Any) -> bool:
-    """As the instance's own lax reading of a boolean."""
-    return value is True or value == 1 or (isinstance(value, str) and value.lower() in _TRUE_WORDS)
 
 
 def _calls_tools_itself(tools: Any) -> bool:
@@ -233,7 +243,7 @@ def _calls_tools_itself(tools: Any) -> bool:
 
 
 def _wants_usage(stream_options: Any) -> bool:
-    return isinstance(stream_options, dict) and _is_true(stream_options.get("include_usage"))
+    return isinstance(stream_options, dict) and is_true(stream_options.get("include_usage"))
 
 
 def _is_one_sequence(fields: dict[str, Any]) -> bool:

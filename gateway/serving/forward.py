@@ -245,7 +245,10 @@ class _Passing:
             self._reply.sequence_number = int(numbers[-1]) + 1
         if _ERROR_EVENT.search(data) is not None:
             self._counters.add("requests_failed")
+        self._reply.meter.passed(data, len(blocks))
         self._complete = self._complete or _LAST_EVENT[self._forward.dialect].search(data) is not None
+        if self._complete:
+            await self._reply.ending()
         await self._reply.start_stream(head.end_to_end())
         self.bytes_sent += len(data)
         await self._reply.write(data)
@@ -259,6 +262,8 @@ class _Passing:
         try:
             while data:
                 self.bytes_sent += len(data)
+                if length == str(self.bytes_sent):
+                    await self._reply.ending()
                 await self._reply.write(data)
                 data = await leg.read()
         except LegError:

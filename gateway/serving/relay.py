@@ -170,6 +170,7 @@ class Relay:
             await reply.write(b"".join(out))
 
     async def _end(self, data: bytes, count: int, session: Session, head: Head, reply: Reply) -> Outcome:
+        await reply.ending()
         await self._write([data], count, session, head, reply)
         session.end("failed" if session.outcome == "failed" else "done")
         await reply.end()

@@ -9,6 +9,7 @@ from typing import Any
 from gateway import wire
 from gateway.errors import GatewayError, WholeReply
 from gateway.openai.dialects import Dialect, error_body, error_event
+from gateway.openai.meter import Meter
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -30,6 +31,11 @@ class Reply:
         """Of the next event, where events are numbered."""
         self.started = False
         self.ended = False
+        self.more_headers: list[tuple[str, str]] = []
+        """The gateway's own, to be said with the reply whatever it is."""
+        self.before_end: Callable[[], Awaitable[None]] | None = None
+        """Called once, before the client can know that it has the whole reply."""
+        self.meter = Meter()
 
     async def start_stream(self, headers: Iterable[tuple[str, str]]) -> None:
         """Does nothing the second time: a stream that moves has been started already."""
@@ -41,11 +47,20 @@ class Reply:
     async def write(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
+    async def ending(self) -> None:
+        before_end, self.before_end = self.before_end, None
+        if before_end is not None:
+            await before_end()
+
     async def end(self) -> None:
+        await self.ending()
         self.ended = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def whole(self, reply: WholeReply) -> None:
+        if self.before_end is not None:
+            self.meter.whole(reply.status, reply.body)
+        await self.ending()
         await self.start(reply.status, [*reply.headers, ("content-length", str(len(reply.body)))])
         self.ended = True
         await self._send({"type": "http.response.body", "body": reply.body, "more_body": False})
@@ -60,6 +75,7 @@ class Reply:
         if not self.started:
             await self.json(error.status, error_body(self.dialect, error), error.headers.items())
         elif not self.ended:
+            await self.ending()
             await self.write(error_event(self.dialect, error, self.sequence_number))
             await self.end()
 
@@ -70,7 +86,8 @@ class Reply:
     async def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
         assert not self.started
         # The way back from aiohttp's decoding: an instance's header may hold bytes that are no text.
-        lines = [(name.lower().encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers]
+        said = (*headers, *self.more_headers)
+        lines = [(name.lower().encode(), value.encode("utf-8", "surrogateescape")) for name, value in said]
         if self._request_id is not None:
             lines.append((wire.REQUEST_ID_HEADER.encode(), (self._client_id or self._request_id).encode()))
             lines.append((wire.OWN_REQUEST_ID_HEADER.encode(), self._request_id.encode()))

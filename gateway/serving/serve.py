@@ -57,7 +57,7 @@ class Server:
 
     async def serve(self, call: Call, body: GenerateBody, reply: Reply) -> None:
         """Cancelled when the client has gone."""
-        session = Session(call, body)
+        session = Session(call, body, reply.meter)
         with self._sessions.tracked(session), Prebound(session, self._open_at) as prebound:
             try:
                 await self._serve(session, prebound, reply)

@@ -15,6 +15,7 @@ from gateway.cluster.records import Records
 from gateway.cluster.store import Owner
 from gateway.openai.body import GenerateBody
 from gateway.openai.events import Chunk
+from gateway.openai.meter import Meter
 from gateway.policy.view import ModelGroup
 from gateway.serving.backend import Call
 
@@ -40,6 +41,7 @@ class Session:
 
     call: Call
     body: GenerateBody
+    meter: Meter = field(default_factory=Meter)
     instance_id: str | None = None
     group: ModelGroup | None = None
     """What its model is where it began."""
@@ -77,6 +79,7 @@ class Session:
         """Nothing has reached the client: what the lost leg had generated is forgotten."""
         assert self.events_sent == 0
         self.output_token_ids.clear()
+        self.meter.restart()
         self.knows_all_tokens = True
         self.created = None
 
@@ -87,7 +90,10 @@ class Session:
         elif chunk.has_choice and not chunk.role:
             self.knows_all_tokens = False
         self.finished |= chunk.finished
-        self.usage_sent |= chunk.usage and not chunk.has_choice
+        says_usage = chunk.usage and not chunk.has_choice
+        self.usage_sent |= says_usage
+        tokens = len(chunk.token_ids) if chunk.token_ids is not None else int(chunk.has_choice and not chunk.role)
+        self.meter.event(chunk.block, tokens, usage=says_usage)
 
     def expected_tokens(self, said: int) -> int:
         """The number of tokens that the next leg must follow on: our own count, where we have one."""
