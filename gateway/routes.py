@@ -21,6 +21,7 @@ from gateway.errors import (
     TooLarge,
     UnsupportedEncoding,
 )
+from gateway.large_bodies import LargeBodies
 from gateway.openai.body import read_body
 from gateway.serving.backend import Call
 from gateway.serving.reply import Reply, Send
@@ -60,6 +61,7 @@ class ClientGone(Exception):
 
 class Routes:
     def __init__(self, server: Server, members: Members, keys: Keys, limits: Limits, counters: Counters) -> None:
+        self.bodies = LargeBodies()
         self._server = server
         self._members = members
         self._keys = keys
@@ -101,7 +103,7 @@ class Routes:
     async def _generate(self, incoming: Incoming) -> None:
         headers, path, request_id = incoming.headers, incoming.scope["path"], incoming.request_id
         _check_content(headers)
-        body = read_body(await self._read(headers, incoming.receive))
+        body = await self.bodies.parse(read_body, await self._read(headers, incoming.receive))
         forwarded = [(name.decode(), value.decode("latin-1")) for name, value in headers if name in FORWARDED]
         call = Call(request_id, path, body.upstream, tuple(forwarded))
         self._counters.add("requests")
