@@ -60,7 +60,7 @@ async def ending(redis_url: str, fake: FakeInstance, **shutdown: float) -> Async
         async with one.client:
             yield one
     finally:
-        server.should_exit = server.force_exit = True
+        server.should_exit = True
         await asyncio.wait({serving})
 
 
