@@ -12,12 +12,11 @@ import uvicorn
 
 from gateway.app import Gateway
 from gateway.config import Settings, add_flags, read_settings
+from gateway.connection import client_connection
 from gateway.errors import ConfigError
 from gateway.keys_file import add_keys_command, make_key
+from gateway.shutdown import GracefulServer
 from gateway.telemetry import configure_logging
-
-GRACE_S = 30
-"""Streams under way when the gateway is told to stop have this long to end."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(settings: Settings) -> int:
-    server = uvicorn.Server(server_config(Gateway(settings), settings.host, settings.port))
+    gateway = Gateway(settings)
+    server = GracefulServer(server_config(gateway, settings.host, settings.port), gateway, settings.shutdown)
     server.run()
     return 0 if server.started else 1
 
@@ -49,13 +49,12 @@ def server_config(gateway: Gateway, host: str, port: int) -> uvicorn.Config:
         host=host,
         port=port,
         loop="uvloop",
-        http="httptools",
+        http=client_connection(gateway.settings.budgets.client_stuck_s, gateway.counters),
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=GRACE_S,
     )
 
 

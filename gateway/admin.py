@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -86,7 +87,7 @@ class Admin:
         """Goes on to its end when the operator's connection does not."""
         timeout_s = _read_drain(order)
         started = time.monotonic()
-        progress = await self._drains.drain(self._known(instance_id), timeout_s)
+        progress = await self._drains.drain(_with_plugin(self._known(instance_id)), timeout_s)
         return {
             "instance": instance_id,
             "draining": self._members.is_draining(instance_id),
@@ -98,7 +99,7 @@ class Admin:
         }
 
     async def undrain(self, instance_id: str) -> dict[str, Any]:
-        await self._drains.undrain(self._known(instance_id))
+        await self._drains.undrain(_with_plugin(self._known(instance_id)))
         return {"instance": instance_id, "draining": False}
 
     def _known(self, instance_id: str, param: str | None = None) -> Instance:
@@ -118,6 +119,8 @@ class Admin:
     async def _order(self, request_id: str, source: Instance, destination: Instance, method: str) -> MigrationResult:
         if destination == source:
             raise BadRequest(f"The request is on `{source.instance_id}` already.", param="destination")
+        _with_plugin(source)
+        _with_plugin(destination)
         log("migrate", request=request_id, source=source.instance_id, to=destination.instance_id)
         return await self._executor.migrate(source, request_id, destination, method)
 
@@ -156,20 +159,28 @@ class Admin:
             "url": member.instance.url,
             "boot_id": member.instance.boot_id,
             "models": sorted(member.models),
-            "healthy": member.healthy,
-            "reason": member.reason,
+            "plugin": None if report is None else report.plugin_version,
+            "healthy": member.usable,
+            "reason": member.reason or member.health.ejected_why,
             "stale": self._members.is_stale(member, now),
             "draining": member.draining,
             "empty": None if report is None else self._is_empty(member.instance.instance_id, report),
             "report_age_ms": None if report is None else round((now - member.reported_at) * 1000),
             "in_flight": self._dispatcher.in_flight(member.instance.instance_id),
             "report": None if report is None else report.to_json(),
+            "load": None if member.load is None else dataclasses.asdict(member.load),
         }
 
     def _is_empty(self, instance_id: str, report: Report) -> bool:
         """As far as this gateway and the last report know."""
         running = report.requests_running + report.requests_waiting + report.migrations_in
         return running == 0 and self._dispatcher.in_flight(instance_id) == 0
+
+
+def _with_plugin(instance: Instance) -> Instance:
+    if not instance.managed:
+        raise Conflict(f"`{instance.instance_id}` runs without the plugin.", code="no_plugin")
+    return instance
 
 
 def build_admin_app(admin: Admin) -> FastAPI:

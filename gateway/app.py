@@ -16,13 +16,14 @@ from gateway.cluster.discovery import Discovery
 from gateway.cluster.limits import Limiter
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Members
+from gateway.cluster.plain import LoadReader
 from gateway.cluster.pulse import Pulse
 from gateway.cluster.records import Records
 from gateway.cluster.reports import ReportReader
 from gateway.cluster.responses import StoredResponses
 from gateway.cluster.store import Store
 from gateway.config import Settings
-from gateway.errors import Unauthorized
+from gateway.errors import ShuttingDown, Unauthorized
 from gateway.keys_file import KeysFile
 from gateway.policy.decide import PolicySettings
 from gateway.routes import Receive, Routes, Scope
@@ -30,35 +31,46 @@ from gateway.scheduler.drain import Drains
 from gateway.scheduler.executor import Executor
 from gateway.scheduler.leader import Leader
 from gateway.serving.backend import Backend
+from gateway.serving.deadline import Deadlines
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.forward import Forwarder
 from gateway.serving.relay import Relay
 from gateway.serving.reply import Reply, Send
 from gateway.serving.serve import Server
 from gateway.serving.session import Sessions
+from gateway.serving.waiting import Waiting
 from gateway.serving.watch import Watch
 from gateway.telemetry import Counters, cancel_all, log, run_forever
 
 RECORDS_INTERVAL_S = 0.2
+HEALTH_PATHS = ("/health", "/ping")
 
 
 class Gateway:
     def __init__(self, settings: Settings) -> None:
-        intervals = settings.intervals
+        intervals, limits = settings.intervals, settings.limits
+        self.settings = settings
         self.gateway_id = uuid.uuid4().hex
         self.counters = Counters()
-        self.members = Members(intervals.report_stale_s)
+        self.members = Members(intervals.report_stale_s, intervals.unheard_s, settings.health)
         self.store = Store(settings.redis_url)
         self.llumlets = LlumletClient(settings.secret, settings.upstream_api_key, intervals.probe_timeout_s)
-        self.discovery = Discovery(settings.instance_urls, self.members, self.llumlets, self.store)
+        pulse_timeout_s = settings.budgets.hang_s / 3
+        self.discovery = Discovery(
+            settings.instance_urls, self.members, self.llumlets, self.store, min(pulse_timeout_s, 1.0)
+        )
         self.readers = [ReportReader(url, self.members, self.llumlets, self.counters) for url in settings.instance_urls]
         self.records = Records(self.store, intervals.ownership_refresh_s, self.counters)
         self.sessions = Sessions(self.gateway_id, self.records, settings.limits.recent_requests)
-        self.dispatcher = Dispatcher(self.members)
+        self.dispatcher = Dispatcher(self.members, limits.requests_per_instance, limits.queue_per_instance)
+        self.deadlines = Deadlines(settings.budgets.total_s)
+        waiting = Waiting(self.dispatcher, settings.budgets.instance_wait_s, limits.waiters, self.counters)
         self.backend = Backend(settings.secret, settings.upstream_api_key, settings.budgets)
         server = Server(
             self.members,
             self.dispatcher,
+            waiting,
+            self.deadlines,
             self.backend,
             Relay(settings.budgets, settings.limits),
             self.sessions,
@@ -69,6 +81,8 @@ class Gateway:
         forwarder = Forwarder(
             self.members,
             self.dispatcher,
+            waiting,
+            self.deadlines,
             self.backend,
             self.stored,
             settings.budgets,
@@ -104,15 +118,20 @@ class Gateway:
             self.counters,
         )
         self._watch = Watch(self.backend, self.members, settings.budgets, intervals.watch_s)
-        pulse_timeout_s = settings.budgets.hang_s / 3
+        self._load_readers = [
+            LoadReader(url, self.members, self.llumlets, pulse_timeout_s) for url in settings.instance_urls
+        ]
         self._pulses = [Pulse(url, self.members, self.llumlets, pulse_timeout_s) for url in settings.instance_urls]
         self._admin: FastAPI = build_admin_app(admin)
         self._admin_keys = Keys([settings.admin_key] if settings.admin_key else [], open_if_empty=False)
         self._intervals = intervals
         self._loops: list[asyncio.Task[None]] = []
+        self._is_closing = self._is_closed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
+            case "http" if self._is_closed or (self._is_closing and scope["path"] in HEALTH_PATHS):
+                await Reply(send).fail(ShuttingDown("This gateway is shutting down. Try again."))
             case "http" if scope["path"].startswith("/admin/"):
                 await self._guarded_admin(scope, receive, send)
             case "http":
@@ -140,6 +159,8 @@ class Gateway:
             self._run("reports", reader.run())
         for pulse in self._pulses:
             self._run("pulse", run_forever("pulse", pulse.feel, self._intervals.pulse_s, self.counters))
+        for loads in self._load_readers:
+            self._run("loads", run_forever("loads", loads.read, self._intervals.pulse_s, self.counters))
         self._run("watch", run_forever("watch", self._watch.look, self._intervals.watch_s, self.counters))
         log("started", gateway=self.gateway_id, instances_healthy=self.members.healthy_count())
 
@@ -148,6 +169,7 @@ class Gateway:
         await self.drains.stop()
         await self.leader.release()
         await self.records.flush()
+        self._routes.bodies.close()
         await self.stored.close()
         await self.limiter.close()
         await self._limits_store.close()
@@ -155,6 +177,17 @@ class Gateway:
         await self.llumlets.close()
         await self.store.close()
         log("stopped", gateway=self.gateway_id)
+
+    def begin_closing(self) -> None:
+        """Called in a signal handler: ``/health`` says so from now on, and everything else goes on."""
+        self._is_closing = True
+
+    def refuse_new(self) -> None:
+        self._is_closed = True
+
+    def end_requests(self) -> int:
+        """Each with an error event, or a status if nothing of it has been sent."""
+        return self.deadlines.end_all(ShuttingDown("This gateway is shutting down, and the request took too long."))
 
     async def _follow_drains(self) -> None:
         await self.drains.follow(self.leader.is_leading)

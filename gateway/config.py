@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import ipaddress
+import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from gateway.access import Key
+from gateway.cluster.health import HealthSettings
 from gateway.errors import ConfigError
 from gateway.keys_file import read_keys_file
 from gateway.openai.caps import Caps, read_caps
 from gateway.policy.decide import Policy
 from gateway.policy.migration import MigrationSettings
+from gateway.shutdown import ShutdownSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,12 @@ class Budgets:
     """A silent reply is waited for no longer than this, when its server answers nobody else either."""
     moved_s: float = 10.0
     """From the source's last word to the destination's first."""
+    total_s: float = 7200.0
+    """A whole request, streamed or not, on however many instances."""
+    client_stuck_s: float = 120.0
+    """A client that takes not one byte for so long while there is something for it."""
+    instance_wait_s: float = 2.0
+    """While none of a model's instances is usable."""
     header_grace_s: float = 0.25
     """An instance that has said 200 but sent no event yet may still fail: that long the client's status can wait."""
     limits_s: float = 0.1
@@ -42,6 +53,12 @@ class Limits:
     body_s: float = 60.0
     reply_bytes: int = 256 * 1024 * 1024
     recent_requests: int = 256
+    requests_per_instance: int = 1024
+    """Of one gateway at a time."""
+    queue_per_instance: int = 256
+    """Requests that wait at a model's instances, on average: with more, new ones are turned away."""
+    waiters: int = 256
+    """Requests that may wait for an instance to become usable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +69,8 @@ class Intervals:
     """``/health``, which is answered in the middle of an engine step too."""
     watch_s: float = 0.5
     drain_look_s: float = 0.2
+    unheard_s: float = 5.0
+    """Of an instance that answers nothing at all for so long: it gets no new requests."""
     report_stale_s: float = 10.0
     """Reports are made between engine steps: a long prefill is silence, and no reason to refuse requests."""
     leader_tick_s: float = 0.5
@@ -84,6 +103,8 @@ class Settings:
     budgets: Budgets = field(default_factory=Budgets)
     limits: Limits = field(default_factory=Limits)
     intervals: Intervals = field(default_factory=Intervals)
+    health: HealthSettings = field(default_factory=HealthSettings)
+    shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
     policy: Policy = Policy.LLUMNIX
     migration: MigrationSettings = field(default_factory=MigrationSettings)
 
@@ -105,6 +126,37 @@ FLAGS: tuple[tuple[str, str, str, str], ...] = (
     ("--low-freeness-steps", "KVFERRY_LOW_FREENESS_STEPS", "160", "an instance below this moves requests away"),
     ("--high-freeness-steps", "KVFERRY_HIGH_FREENESS_STEPS", "480", "an instance above this takes them"),
 )
+
+
+_NUMBERS: tuple[tuple[str, str, str, str], ...] = (
+    ("CONNECT_TIMEOUT_S", "budgets", "connect_s", "to connect to an instance, or to wait for a free connection"),
+    ("FIRST_BYTE_TIMEOUT_S", "budgets", "first_byte_s", "until a stream's first event"),
+    ("EVENT_GAP_TIMEOUT_S", "budgets", "event_gap_s", "between two events of a stream"),
+    ("WHOLE_REPLY_TIMEOUT_S", "budgets", "whole_reply_s", "for a reply that is not streamed"),
+    ("TOTAL_TIMEOUT_S", "budgets", "total_s", "for a whole request, streamed or not"),
+    ("HANG_TIMEOUT_S", "budgets", "hang_s", "for a reply of an instance that answers nothing at all"),
+    ("CLIENT_STUCK_TIMEOUT_S", "budgets", "client_stuck_s", "for a client that has stopped reading"),
+    ("INSTANCE_WAIT_S", "budgets", "instance_wait_s", "for one of a model's instances to become usable"),
+    ("REQUESTS_PER_INSTANCE_MAX", "limits", "requests_per_instance", "one gateway's requests at an instance at a time"),
+    ("QUEUE_PER_INSTANCE_MAX", "limits", "queue_per_instance", "requests waiting per instance; then new ones get 503"),
+    ("WAITERS_MAX", "limits", "waiters", "requests that wait for a usable instance at a time"),
+    ("SHUTDOWN_ACCEPT_S", "shutdown", "accept_s", "new requests are still taken after SIGTERM"),
+    ("SHUTDOWN_GRACE_S", "shutdown", "grace_s", "after SIGTERM for requests under way to end"),
+)
+"""Variable without its prefix, group and field in the settings, meaning. The default is the field's own."""
+
+
+def _default(group: str, name: str) -> str:
+    return f"{getattr(getattr(Settings('', ()), group), name):g}"
+
+
+FLAGS += tuple(
+    (f"--{name.lower().replace('_', '-')}", f"KVFERRY_{name}", _default(group, field_name), meaning)
+    for name, group, field_name, meaning in _NUMBERS
+)
+
+
+_MAY_BE_ZERO = frozenset({"INSTANCE_WAIT_S", "SHUTDOWN_ACCEPT_S", "SHUTDOWN_GRACE_S"})
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -138,6 +190,7 @@ def read_settings(flags: argparse.Namespace, environment: Mapping[str, str]) -> 
             high_freeness_steps=_number("KVFERRY_HIGH_FREENESS_STEPS", values["KVFERRY_HIGH_FREENESS_STEPS"]),
         ),
     )
+    settings = _with_numbers(settings, values)
     _check(settings)
     return settings
 
@@ -162,6 +215,20 @@ def _check(settings: Settings) -> None:
         raise ConfigError(f"KVFERRY_LOG_LEVEL (--log-level) cannot be {settings.log_level!r}.")
     if settings.migration.low_freeness_steps > settings.migration.high_freeness_steps:
         raise ConfigError("KVFERRY_LOW_FREENESS_STEPS must not be above KVFERRY_HIGH_FREENESS_STEPS.")
+
+
+def _with_numbers(settings: Settings, values: Mapping[str, str]) -> Settings:
+    """Each more than 0, except for what may be switched off by it."""
+    for name, group, field_name, _ in _NUMBERS:
+        variable = f"KVFERRY_{name}"
+        part = getattr(settings, group)
+        value = _number(variable, values[variable], whole=type(getattr(part, field_name)) is int)
+        least = 0.0 if name in _MAY_BE_ZERO else sys.float_info.min
+        if not least <= value < math.inf:
+            raise ConfigError(f"{variable} must be {'0 or more' if least == 0 else 'above 0'}, not {value:g}.")
+        changed = dataclasses.replace(part, **{field_name: value})
+        settings = dataclasses.replace(settings, **{group: changed})
+    return settings
 
 
 def _policy(value: str) -> Policy:

@@ -126,6 +126,21 @@ class NoInstance(GatewayError):
         return {"retry-after": str(self.RETRY_AFTER_S)}
 
 
+class Overloaded(NoInstance):
+    """There are instances for it, with too many requests before it. Said before any byte of a reply."""
+
+
+class ShuttingDown(NoInstance):
+    """This gateway ends."""
+
+
+class RequestTimeout(GatewayError):
+    """The whole request took too long, however healthy it was."""
+
+    status = 504
+    kind = "GatewayTimeoutError"
+
+
 class StoreUnavailable(GatewayError):
     """Redis does not answer. Never raised on a request's path."""
 
@@ -174,6 +189,8 @@ class LegUnreachable(LegError):
     """No connection: the instance has not seen the request."""
 
     is_death = False
+    is_refused = False
+    """Nobody listens at its address."""
 
 
 class LegRefused(LegError):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from gateway.access import ANYONE, Key
@@ -24,7 +25,8 @@ from gateway.errors import (
     TooLarge,
     UnsupportedEncoding,
 )
-from gateway.openai.body import read_body, read_forward_body
+from gateway.large_bodies import LargeBodies
+from gateway.openai.body import ForwardBody, GenerateBody, read_body, read_forward_body
 from gateway.openai.dialects import Dialect
 from gateway.openai.terms import read_asked
 from gateway.openapi import openapi_page
@@ -38,6 +40,7 @@ from gateway.telemetry import Counters, log, logger
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Headers = list[tuple[bytes, bytes]]
+Body = TypeVar("Body", GenerateBody, ForwardBody)
 
 FORWARDED = frozenset(
     {b"accept", b"user-agent", b"traceparent", b"tracestate", b"anthropic-version", b"anthropic-beta"}
@@ -84,6 +87,7 @@ class Routes:
         limits: Limits,
         counters: Counters,
     ) -> None:
+        self.bodies = LargeBodies()
         self._server = server
         self._forwarder = forwarder
         self._members = members
@@ -138,7 +142,7 @@ class Routes:
         headers = incoming.headers
         _check_content(headers)
         terms = self._admission.terms(incoming.key, headers)
-        body = read_body(await self._read(headers, incoming.receive), terms)
+        body = await self._parsed(incoming, functools.partial(read_body, terms=terms))
         call = Call(incoming.request_id, incoming.endpoint.path, body.upstream, _forwarded(headers))
         self._note(incoming, body.stream)
         async with self._admission.admitted(incoming.key, incoming.request_id, body.asked, incoming.reply):
@@ -149,8 +153,8 @@ class Routes:
         _check_content(headers)
         in_header = endpoint.dialect is Dialect.MESSAGES
         terms = self._admission.terms(incoming.key, headers, endpoint.work)
-        raw = await self._read(headers, incoming.receive)
-        body = read_forward_body(raw, terms, takes_priority=not in_header)
+        read = functools.partial(read_forward_body, terms=terms, takes_priority=not in_header)
+        body = await self._parsed(incoming, read)
         forwarded = _forwarded(headers)
         if in_header and body.asked.priority is not None:
             forwarded += ((INSTANCE_PRIORITY_HEADER, str(body.asked.priority)),)
@@ -220,6 +224,9 @@ class Routes:
         if not healthy:
             raise NoInstance("No instance is healthy.")
         await incoming.reply.json(200, {"status": "ok", "instances_healthy": healthy})
+
+    async def _parsed(self, incoming: Incoming, read: Callable[[bytes], Body]) -> Body:
+        return await self.bodies.parse(read, await self._read(incoming.headers, incoming.receive))
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
         declared = _header(headers, b"content-length")

@@ -18,6 +18,7 @@ import uvicorn
 
 from gateway.__main__ import server_config
 from gateway.app import Gateway
+from gateway.cluster.health import HealthSettings
 from gateway.config import Budgets, Intervals, Settings
 from loadtest.redis_server import RedisServer
 from tests.fake_instance import MODEL, SECRET, FakeInstance
@@ -85,7 +86,9 @@ def start_gateway(redis_url: str) -> StartGateway:
             "instance_urls": tuple(instance.url for instance in instances),
             "redis_url": redis_url,
             "admin_key": ADMIN_KEY,
-            "budgets": Budgets(header_grace_s=0.05),
+            "budgets": Budgets(header_grace_s=0.05, instance_wait_s=0.2),
+            # Scripts fail again and again: what that says about an instance is test_health.py's subject.
+            "health": HealthSettings(failures_max=1_000),
             "intervals": INTERVALS,
         }
         gateway = Gateway(Settings(**(values | changes)))

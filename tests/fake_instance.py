@@ -11,6 +11,7 @@ import contextlib
 import json
 import socket
 import struct
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -234,6 +235,13 @@ class FakeInstance:
     created: int = 1_700_000_000
     freeness_steps: float = 1000.0
     report_changes: dict[str, Any] = field(default_factory=dict)
+    has_plugin: bool = True
+    metrics: str | None = None
+    """The page at ``/metrics``."""
+    asleep: bool | None = None
+    """``None``: it has no such route."""
+    control_headers: deque[tuple[str, dict[str, str]]] = field(default_factory=lambda: deque(maxlen=1_000))
+    """Path and headers of the requests that are not under /v1."""
     health_status: int = 200
     hangs: bool = False
     """Takes requests for its status, and says nothing."""
@@ -363,8 +371,12 @@ class FakeInstance:
 
     async def _control(self, exchange: Exchange) -> None:
         request = exchange.request
+        self.control_headers.append((request.path, request.headers))
         if self.hangs:
             await exchange.client_gone.wait()
+            return
+        if request.path.startswith("/llumlet/") and not self.has_plugin:
+            await exchange.json(404, {"detail": "Not Found"})
             return
         if request.path.startswith("/llumlet/") and request.headers.get(wire.SECRET_HEADER) != SECRET:
             await exchange.json(401, error_body("wrong secret", "Unauthorized", 401))
@@ -372,6 +384,14 @@ class FakeInstance:
         match request.method, request.path.split("/")[1:]:
             case "GET", ["health"]:
                 await exchange.json(self.health_status, {})
+            case "GET", ["metrics"] if self.metrics is not None:
+                page = self.metrics.encode()
+                await exchange.start(
+                    headers={"content-length": str(len(page))}, content_type="text/plain", chunked=False
+                )
+                await exchange.raw(page)
+            case "GET", ["is_sleeping"] if self.asleep is not None:
+                await exchange.json(200, {"is_sleeping": self.asleep})
             case "GET", ["v1", "models"]:
                 card = {"object": "model", "owned_by": "vllm", "parent": None}
                 cards = [{"id": name, "root": name} | card | self.card_changes.get(name, {}) for name in self.models]
@@ -435,6 +455,30 @@ async def _read_request(reader: asyncio.StreamReader) -> Received | None:
     headers = dict(raw_headers)
     body = await reader.readexactly(int(headers.get("content-length", "0")))
     return Received(method, path, headers, raw_headers, body)
+
+
+def metrics_page(
+    *, running: int = 0, waiting: int = 0, kv_usage: float = 0.0, tokens: int = 0, started: float = 1.5e9
+) -> str:
+    """As a stock vLLM of one engine writes it, the lines that matter and one that does not."""
+    labels = f'engine="0",model_name="{MODEL}"'
+    return f"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{{labels}}} {float(running)}
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{{{labels}}} {float(waiting)}
+vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} 99.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{{{labels}}} {kv_usage}
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="1000"}} 1.0
+# TYPE vllm:prompt_tokens counter
+vllm:prompt_tokens_total{{{labels}}} {float(tokens)}
+# TYPE vllm:generation_tokens counter
+vllm:generation_tokens_total{{{labels}}} 0.0
+# TYPE process_start_time_seconds gauge
+process_start_time_seconds {started}
+"""
 
 
 @contextlib.asynccontextmanager

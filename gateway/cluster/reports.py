@@ -27,6 +27,9 @@ class ReportReader:
         retry_s = RETRY_FIRST_S
         while True:
             try:
+                if not self._members.has_plugin(self._url):  # The secret is not for others.
+                    await asyncio.sleep(RETRY_FIRST_S)
+                    continue
                 async for report in self._llumlets.reports(self._url):
                     self._members.reported(report, time.monotonic())
                     retry_s = RETRY_FIRST_S

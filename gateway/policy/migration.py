@@ -44,8 +44,9 @@ def pair_instances(view: ClusterView, current: Mapping[str, str], settings: Migr
 def _is_source(instance: InstanceView, settings: MigrationSettings) -> bool:
     """A draining instance has a freeness of -inf, so it is one as long as anything runs there."""
     loaded = instance.requests_running + instance.requests_waiting > 0
-    return instance.healthy and not instance.stale and loaded and instance.freeness_steps < settings.low_freeness_steps
+    answers = instance.managed and instance.healthy and not instance.stale
+    return answers and loaded and instance.freeness_steps < settings.low_freeness_steps
 
 
 def _is_destination(instance: InstanceView, settings: MigrationSettings) -> bool:
-    return instance.usable and instance.freeness_steps > settings.high_freeness_steps
+    return instance.managed and instance.usable and instance.freeness_steps > settings.high_freeness_steps

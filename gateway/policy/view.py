@@ -37,6 +37,12 @@ class InstanceView:
     requests_running: int
     requests_waiting: int
     freeness_steps: float
+    requests_running_max: int = 0
+    """0: not known."""
+    managed: bool = True
+    """It has the plugin: requests can be moved to it and from it."""
+    load_known: bool = True
+    """Without the plugin it may be served although the numbers above are not known."""
 
     @property
     def usable(self) -> bool:

@@ -200,7 +200,11 @@ class Drains:
         if source is None:
             return None
         sent = {instance_id: Sent(requests) for instance_id, requests in emptying.sent.items()}
-        unfit = {one.instance_id for one in view.instances if one is source or not one.can_take_over_from(source)}
+        unfit = {
+            one.instance_id
+            for one in view.instances
+            if one is source or not one.managed or not one.can_take_over_from(source)
+        }
         other = {one.instance_id for one in view.instances if not one.can_take_kv_from(source)}
         chosen = choose_instance(view, None, sent, unfit | other) or choose_instance(view, None, sent, unfit)
         return None if chosen is None else self._members.get(chosen)

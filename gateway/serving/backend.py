@@ -98,7 +98,8 @@ class Leg:
         self._opening = opening
         self._budgets = budgets
         self._release = release
-        self._read_once = False
+        self.read_at: float | None = None
+        """When the last bytes of a stream came."""
         self._wait: asyncio.Timeout | None = None
         self._silent_since = 0.0
         self._given_up: str | None = None
@@ -129,7 +130,7 @@ class Leg:
     async def read(self) -> bytes:
         """The next bytes of a stream; empty at its end."""
         response = await self._response()
-        live = self._read_once or self.head_budget_s is not None
+        live = self.read_at is not None or self.head_budget_s is not None
         budget_s = self._budgets.event_gap_s if live else self._budgets.first_byte_s
         try:
             with self._waiting(budget_s, "between events") as wait:
@@ -138,7 +139,7 @@ class Leg:
         except LegCut:
             if not (data := _arrived(response.content)):
                 raise
-        self._read_once = True
+        self.read_at = time.monotonic()
         return data
 
     async def whole(self, bytes_max: int) -> WholeReply:
@@ -196,7 +197,8 @@ class Backend:
         self, secret: str, upstream_api_key: str, budgets: Budgets, connections_max: int = CONNECTIONS_MAX
     ) -> None:
         """``connections_max``: to one instance."""
-        self._headers = {wire.SECRET_HEADER: secret, "accept-encoding": "identity", "content-type": "application/json"}
+        self._secret = secret
+        self._headers = {"accept-encoding": "identity", "content-type": "application/json"}
         if upstream_api_key:
             self._headers["authorization"] = f"Bearer {upstream_api_key}"
         self._budgets = budgets
@@ -219,6 +221,7 @@ class Backend:
         resumption: Resumption | None = None,
     ) -> Leg:
         """Begins to ask ``instance``; ``release`` is called when the leg is closed."""
+        assert instance.managed or resumption is None
         headers = [*call.headers, (wire.REQUEST_ID_HEADER, call.request_id)]
         if resumption is not None:
             headers.append((wire.RESUME_HEADER, resumption.resume_id))
@@ -235,6 +238,7 @@ class Backend:
 
     async def put_resume(self, instance: Instance, resume_id: str, resume: wire.Resume) -> None:
         """Gives the instance the tokens that a leg opened next under ``resume_id`` is to go on from."""
+        assert instance.managed
         url = f"{instance.url}/llumlet/resumes/{resume_id}"
         with _mapped(instance.instance_id, "given the tokens so far"):
             async with asyncio.timeout(self._budgets.moved_s):
@@ -263,7 +267,7 @@ class Backend:
             closing.add_done_callback(self._closing.discard)
         pool = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self._connections_max, keepalive_timeout=KEEP_ALIVE_S),
-            headers=self._headers,
+            headers=self._headers | ({wire.SECRET_HEADER: self._secret} if instance.managed else {}),
             timeout=aiohttp.ClientTimeout(total=None, connect=self._budgets.connect_s),
             auto_decompress=False,
             trust_env=False,
@@ -321,7 +325,9 @@ def _mapped(instance_id: str, when: str) -> Iterator[None]:
     try:
         yield
     except aiohttp.ClientConnectorError as error:
-        raise LegUnreachable(instance_id, "The instance could not be reached.") from error
+        unreachable = LegUnreachable(instance_id, "The instance could not be reached.")
+        unreachable.is_refused = isinstance(error.os_error, ConnectionRefusedError)
+        raise unreachable from error
     except aiohttp.ConnectionTimeoutError as error:
         raise LegNotConnected(instance_id, "The instance could not be reached in time.") from error
     except TimeoutError as error:

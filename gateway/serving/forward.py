@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlencode
 
@@ -29,8 +30,10 @@ from gateway.errors import (
 from gateway.openai import events, sse
 from gateway.openai.dialects import Dialect
 from gateway.serving.backend import Backend, Call, Head, Leg
+from gateway.serving.deadline import Deadlines
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.reply import Reply
+from gateway.serving.waiting import Waiting
 from gateway.telemetry import Counters, log
 from gateway.wire import is_identifier
 
@@ -84,6 +87,8 @@ class Forwarder:
         self,
         members: Members,
         dispatcher: Dispatcher,
+        waiting: Waiting,
+        deadlines: Deadlines,
         backend: Backend,
         stored: StoredResponses,
         budgets: Budgets,
@@ -92,6 +97,8 @@ class Forwarder:
     ) -> None:
         self._members = members
         self._dispatcher = dispatcher
+        self._waiting = waiting
+        self._deadlines = deadlines
         self._backend = backend
         self._stored = stored
         self._budgets = budgets
@@ -101,7 +108,8 @@ class Forwarder:
     async def forward(self, forward: Forward, reply: Reply) -> None:
         """Cancelled when the client has gone."""
         try:
-            await self._forward(forward, reply)
+            async with self._deadlines.bounded():
+                await self._forward(forward, reply)
         except GatewayError as error:
             self._counters.add("requests_failed")
             log("failed", level=logging.WARNING, request=forward.call.request_id, reason=error.message)
@@ -119,8 +127,11 @@ class Forwarder:
             release = self._dispatcher.hold(instance.instance_id, forward.load_bytes)
             try:
                 with self._backend.open(instance, forward.call, release, stream=forward.stream) as leg:
-                    return await passing.run(leg)
+                    await passing.run(leg)
+                self._members.leg_worked(instance)
+                return
             except LegError as error:
+                self._members.leg_lost(instance, error, time.monotonic())
                 self._counters.add("legs_lost")
                 reason, request = error.message, forward.call.request_id
                 log("leg_lost", level=logging.WARNING, request=request, instance=error.instance_id, reason=reason)
@@ -129,21 +140,21 @@ class Forwarder:
                 again = forward.repeatable or not error.is_death
                 if passing.bytes_sent or not again or losses > LOSSES_MAX or deaths >= DEATHS_MAX:
                     raise
-                instance = self._next(forward, failed, error)
+                instance = await self._next(forward, failed, error)
 
     async def _first(self, forward: Forward) -> Instance:
         if forward.home_of is not None:
             return await self._home(forward.home_of)
-        return self._dispatcher.choose(forward.model)
+        return await self._waiting.choose(forward.model, is_new=True)
 
-    def _next(self, forward: Forward, failed: set[str], error: LegError) -> Instance:
+    async def _next(self, forward: Forward, failed: set[str], error: LegError) -> Instance:
         """Raises ``error`` when there is none."""
         if forward.home_of is not None:
             if isinstance(error, LegUnreachable | LegNotConnected):
                 raise NoInstance("The instance that holds this response cannot be reached now.") from error
             raise error
         try:
-            return self._dispatcher.choose(forward.model, failed)
+            return await self._waiting.choose(forward.model, failed, is_new=False)
         except (NoInstance, NotFound):
             raise error from None
 
@@ -157,6 +168,7 @@ class Forwarder:
             raise ResponseNotFound(response_id, " The server that held it has been restarted.")
         if instance is None or not self._members.is_healthy(home.instance_id):
             raise NoInstance("The instance that holds this response does not answer now. Try again later.")
+        self._dispatcher.check_room(home.instance_id)
         return instance
 
 

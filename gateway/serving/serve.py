@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from typing import assert_never
 
@@ -21,11 +22,13 @@ from gateway.cluster.members import Members
 from gateway.errors import GatewayError, LegError, LegUnreachable, NoInstance, NotFound, ResumeFailed
 from gateway.openai.body import GenerateBody
 from gateway.serving.backend import Backend, Call, Leg, Resumption
+from gateway.serving.deadline import Deadlines
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.prebound import Prebound
 from gateway.serving.relay import Ended, Left, Lost, Relay
 from gateway.serving.reply import Reply
 from gateway.serving.session import Move, Session, Sessions
+from gateway.serving.waiting import Waiting
 from gateway.telemetry import Counters, log
 
 DEATHS_MAX = 2
@@ -41,6 +44,8 @@ class Server:
         self,
         members: Members,
         dispatcher: Dispatcher,
+        waiting: Waiting,
+        deadlines: Deadlines,
         backend: Backend,
         relay: Relay,
         sessions: Sessions,
@@ -49,6 +54,8 @@ class Server:
     ) -> None:
         self._members = members
         self._dispatcher = dispatcher
+        self._waiting = waiting
+        self._deadlines = deadlines
         self._backend = backend
         self._relay = relay
         self._sessions = sessions
@@ -60,7 +67,8 @@ class Server:
         session = Session(call, body, reply.meter)
         with self._sessions.tracked(session), Prebound(session, self._open_at) as prebound:
             try:
-                await self._serve(session, prebound, reply)
+                async with self._deadlines.bounded():
+                    await self._serve(session, prebound, reply)
             except GatewayError as error:
                 session.end("failed")
                 self._counters.add("requests_failed")
@@ -68,25 +76,28 @@ class Server:
                 await _fail(reply, error)
 
     async def _serve(self, session: Session, prebound: Prebound, reply: Reply) -> None:
-        leg = self._start(session)
+        leg = await self._start(session, is_new=True)
         while True:
             with leg:
                 self._sessions.owned_by(session, leg.instance_id)
                 outcome = await self._relay.run(leg, session, prebound, reply)
             match outcome:
                 case Ended():
+                    self._members.leg_worked(leg.instance)
                     return
                 case Left(moved):
+                    self._members.leg_worked(leg.instance)
                     leg = await self._follow(session, moved, prebound)
                 case Lost(error):
                     prebound.close()
+                    self._members.leg_lost(leg.instance, error, time.monotonic())
                     leg = await self._recover(session, error)
                 case _:
                     assert_never(outcome)
 
-    def _start(self, session: Session) -> Leg:
+    async def _start(self, session: Session, *, is_new: bool = False) -> Leg:
         """A leg from the first token on."""
-        instance = self._dispatcher.choose(session.body.model, session.failed_instances)
+        instance = await self._waiting.choose(session.body.model, session.failed_instances, is_new=is_new)
         log("dispatch", level=logging.DEBUG, request=session.request_id, instance=instance.instance_id)
         session.group = self._members.group(instance.instance_id, session.body.model)
         leg = self._open_at(session, instance.instance_id)
@@ -116,26 +127,29 @@ class Server:
             if not _can_go_on(session):
                 raise error
             try:
-                return self._restart(session) if session.events_sent == 0 else await self._resume(session)
+                return await self._restart(session) if session.events_sent == 0 else await self._resume(session)
             except (NoInstance, NotFound):  # NotFound: the last instance with the model has been forgotten.
                 raise error from None
             except LegError as another:
                 error = another
 
-    def _restart(self, session: Session) -> Leg:
+    async def _restart(self, session: Session) -> Leg:
         """Nothing has reached the client, so nothing can be said twice."""
         session.restart()
         self._counters.add("requests_restarted")
-        return self._start(session)
+        return await self._start(session)
 
     async def _resume(self, session: Session) -> Leg:
-        """A leg that goes on from the tokens that the client has been sent, on any instance: it recomputes."""
-        instance = self._dispatcher.choose(session.body.model, session.failed_instances, session.group)
+        """A leg that goes on from the tokens that the client has been sent, on any instance with the plugin, wherever
+        they were made: it recomputes."""
+        unfit = session.failed_instances | self._dispatcher.without_plugin()
+        instance = await self._waiting.choose(session.body.model, unfit, session.group, is_new=False)
         resume_id = uuid.uuid4().hex
         tokens = list(session.output_token_ids)
         try:
             await self._backend.put_resume(instance, resume_id, wire.Resume(session.request_id, tokens))
         except LegError as error:
+            self._members.leg_lost(instance, error, time.monotonic())
             error.is_death = False  # It had not begun with the request.
             raise
         leg = self._open_at(session, instance.instance_id, Resumption(resume_id, len(tokens), own=True))
@@ -146,7 +160,7 @@ class Server:
 
     def _open_at(self, session: Session, instance_id: str, resumption: Resumption | None = None) -> Leg | None:
         instance = self._members.get(instance_id)
-        if instance is None:
+        if instance is None or (resumption is not None and not instance.managed):
             return None
         release = self._dispatcher.hold(instance_id, len(session.call.body))
         return self._backend.open(instance, session.call, release, stream=session.body.stream, resumption=resumption)
