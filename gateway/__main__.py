@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from gateway.app import Gateway
 from gateway.config import Settings, add_flags, read_settings
 from gateway.errors import ConfigError
 from gateway.telemetry import configure_logging
+from gateway.version import installed_version
 
 GRACE_S = 30
 """Streams under way when the gateway is told to stop have this long to end."""
@@ -27,15 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         settings = read_settings(flags, os.environ)
+        configure_logging(settings.log_level, settings.log_format)
+        gateway = Gateway(settings)
     except ConfigError as error:
         print(f"kvferry: {error.message}", file=sys.stderr)
         return 2
-    configure_logging(settings.log_level)
-    return _serve(settings)
+    return _serve(gateway, settings)
 
 
-def _serve(settings: Settings) -> int:
-    server = uvicorn.Server(server_config(Gateway(settings), settings.host, settings.port))
+def _serve(gateway: Gateway, settings: Settings) -> int:
+    server = uvicorn.Server(server_config(gateway, settings.host, settings.port))
     server.run()
     return 0 if server.started else 1
 
@@ -60,17 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvferry", description="A gateway that moves running requests between vLLM servers."
     )
-    parser.add_argument("--version", action="version", version=f"kvferry {_version()}")
+    parser.add_argument("--version", action="version", version=f"kvferry {installed_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_flags(commands.add_parser("serve", help="start the gateway"))
     return parser
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("kvferry")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown (not installed)"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 from gateway.access import Keys
 from gateway.cluster.members import Members
 from gateway.config import Limits
+from gateway.counters import Counters
 from gateway.errors import (
     BadRequest,
     BodyTimeout,
@@ -25,7 +27,9 @@ from gateway.openai.body import read_body
 from gateway.serving.backend import Call
 from gateway.serving.reply import Reply, Send
 from gateway.serving.serve import Server
-from gateway.telemetry import Counters, log, logger
+from gateway.serving.visit import Visit, Visits
+from gateway.telemetry import log, logger
+from gateway.tracing import NO_TRACER, Tracer
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -46,6 +50,10 @@ class Incoming:
     request_id: str
 
     @property
+    def visit(self) -> Visit:
+        return self.reply.visit
+
+    @property
     def headers(self) -> Headers:
         headers: Headers = self.scope["headers"]
         return headers
@@ -59,12 +67,21 @@ class ClientGone(Exception):
 
 
 class Routes:
-    def __init__(self, server: Server, members: Members, keys: Keys, limits: Limits, counters: Counters) -> None:
+    def __init__(
+        self,
+        server: Server,
+        members: Members,
+        keys: Keys,
+        limits: Limits,
+        counters: Counters,
+        tracer: Tracer = NO_TRACER,
+    ) -> None:
         self._server = server
         self._members = members
         self._keys = keys
         self._limits = limits
         self._counters = counters
+        self._visits = Visits(counters, tracer)
         self._table: dict[str, tuple[str, Handler]] = {
             "/v1/chat/completions": ("POST", self._generate),
             "/v1/completions": ("POST", self._generate),
@@ -74,18 +91,22 @@ class Routes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = uuid.uuid4().hex
-        reply = Reply(send, request_id)
+        visit = self._visits.begin(request_id, scope["method"], scope["path"], scope["headers"])
+        reply = Reply(send, request_id, visit)
         try:
             await self._route(Incoming(scope, receive, reply, request_id))
         except GatewayError as error:
+            self._counters.add("errors", kind=error.label)
             await reply.fail(error)
         except ClientGone:
-            self._counters.add("clients_gone")
+            visit.gone = True
         except Exception:  # noqa: BLE001
             # Our own bug. It ends here as an honest answer, and the connection goes on.
             self._counters.add("internal_errors")
             logger.exception("request=%s: internal error", request_id)
             await reply.fail(GatewayError("The gateway failed to handle this request."))
+        finally:
+            self._visits.end(visit, reply)
 
     async def _route(self, incoming: Incoming) -> None:
         path = incoming.scope["path"]
@@ -93,6 +114,7 @@ class Routes:
             self._keys.check(incoming.headers)
         if path not in self._table:
             raise NotFound("There is no such route.")
+        incoming.visit.route = path
         method, handler = self._table[path]
         if incoming.scope["method"] != method:
             raise MethodNotAllowed(f"This route takes {method} only.", method)
@@ -100,12 +122,13 @@ class Routes:
 
     async def _generate(self, incoming: Incoming) -> None:
         headers, path, request_id = incoming.headers, incoming.scope["path"], incoming.request_id
+        incoming.visit.client_id = _client_id(headers)
         _check_content(headers)
         body = read_body(await self._read(headers, incoming.receive))
         forwarded = [(name.decode(), value.decode("latin-1")) for name, value in headers if name in FORWARDED]
         call = Call(request_id, path, body.upstream, tuple(forwarded))
-        self._counters.add("requests")
-        log("request", request=request_id, path=path, stream=body.stream, client_id=_client_id(headers))
+        incoming.visit.names(body.model, self._members)
+        log("request", level=logging.DEBUG, request=request_id, path=path, stream=body.stream)
         await _while_connected(self._server.serve(call, body, incoming.reply), incoming.receive)
 
     async def _models(self, incoming: Incoming) -> None:

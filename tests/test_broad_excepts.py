@@ -12,9 +12,10 @@ import pytest
 from gateway.access import Keys
 from gateway.cluster.members import Members
 from gateway.config import Limits
+from gateway.counters import Counters
 from gateway.routes import Routes
 from gateway.serving.serve import Server
-from gateway.telemetry import Counters, cancel_all, run_forever
+from gateway.telemetry import cancel_all, run_forever
 
 
 async def test_a_loop_outlives_a_round_that_fails_and_counts_it() -> None:
@@ -31,7 +32,7 @@ async def test_a_loop_outlives_a_round_that_fails_and_counts_it() -> None:
     loop = asyncio.create_task(run_forever("test", tick, 0, counters))
     await asyncio.wait_for(enough.wait(), 5)
     await cancel_all([loop])
-    assert counters.get("test_loop_failures") >= 2
+    assert counters.get("loop_failures", loop="test") >= 2
 
 
 async def test_a_loop_that_swallows_a_cancellation_is_asked_again() -> None:

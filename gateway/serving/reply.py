@@ -9,6 +9,7 @@ from typing import Any
 from gateway import wire
 from gateway.errors import GatewayError, WholeReply
 from gateway.openai import sse
+from gateway.serving.visit import Visit
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -18,11 +19,15 @@ STREAM_HEADERS = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
 class Reply:
     """Nothing is said before ``start_stream``, ``whole`` or ``fail`` is called; ``ended`` is final."""
 
-    def __init__(self, send: Send, request_id: str | None = None) -> None:
+    def __init__(self, send: Send, request_id: str | None = None, visit: Visit | None = None) -> None:
         self._send = send
         self._request_id = request_id
         self.started = False
         self.ended = False
+        self.broken = False
+        """An error was said within a stream."""
+        self.status = 0
+        self.visit = visit or Visit()
 
     async def start_stream(self, headers: Iterable[tuple[str, str]]) -> None:
         """Does nothing the second time: a stream that moves has been started already."""
@@ -53,6 +58,7 @@ class Reply:
         if not self.started:
             await self.json(error.status, error.to_json(), error.headers.items())
         elif not self.ended:
+            self.broken = True
             await self.write(sse.encode(json.dumps(error.to_json()).encode()))
             await self.end()
 
@@ -62,5 +68,5 @@ class Reply:
         lines = [(name.lower().encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers]
         if self._request_id is not None:
             lines.append((wire.REQUEST_ID_HEADER.encode(), self._request_id.encode()))
-        self.started = True
+        self.started, self.status = True, status
         await self._send({"type": "http.response.start", "status": status, "headers": lines})

@@ -12,21 +12,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import uuid
 from typing import assert_never
 
 from gateway import wire
 from gateway.cluster.members import Members
+from gateway.counters import Counters
 from gateway.errors import GatewayError, LegError, LegUnreachable, NoInstance, NotFound, ResumeFailed
 from gateway.openai.body import GenerateBody
 from gateway.serving.backend import Backend, Call, Leg, Resumption
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.prebound import Prebound
-from gateway.serving.relay import Ended, Left, Lost, Relay
+from gateway.serving.relay import Ended, Left, Lost, Outcome, Relay
 from gateway.serving.reply import Reply
 from gateway.serving.session import Move, Session, Sessions
-from gateway.telemetry import Counters, log
+from gateway.telemetry import log
 
 DEATHS_MAX = 2
 """Instances that may fail under one request. It may be what they failed of, so a third one is not tried."""
@@ -57,13 +59,13 @@ class Server:
 
     async def serve(self, call: Call, body: GenerateBody, reply: Reply) -> None:
         """Cancelled when the client has gone."""
-        session = Session(call, body)
+        session = Session(call, body, reply.visit)
         with self._sessions.tracked(session), Prebound(session, self._open_at) as prebound:
             try:
                 await self._serve(session, prebound, reply)
             except GatewayError as error:
                 session.end("failed")
-                self._counters.add("requests_failed")
+                self._counters.add("errors", kind=error.label)
                 log("failed", level=logging.WARNING, request=session.request_id, reason=error.message)
                 await _fail(reply, error)
 
@@ -72,7 +74,9 @@ class Server:
         while True:
             with leg:
                 self._sessions.owned_by(session, leg.instance_id)
+                leg.trace.outcome("cancelled")
                 outcome = await self._relay.run(leg, session, prebound, reply)
+                leg.trace.outcome(_said(outcome))
             match outcome:
                 case Ended():
                     return
@@ -84,11 +88,11 @@ class Server:
                 case _:
                     assert_never(outcome)
 
-    def _start(self, session: Session) -> Leg:
+    def _start(self, session: Session, kind: str = "first") -> Leg:
         """A leg from the first token on."""
         instance = self._dispatcher.choose(session.body.model, session.failed_instances)
         log("dispatch", level=logging.DEBUG, request=session.request_id, instance=instance.instance_id)
-        leg = self._open_at(session, instance.instance_id)
+        leg = self._open_at(session, instance.instance_id, kind=kind)
         assert leg is not None
         return leg
 
@@ -125,7 +129,7 @@ class Server:
         """Nothing has reached the client, so nothing can be said twice."""
         session.restart()
         self._counters.add("requests_restarted")
-        return self._start(session)
+        return self._start(session, "restarted")
 
     async def _resume(self, session: Session) -> Leg:
         """A leg that goes on from the tokens that the client has been sent, on any instance: it recomputes."""
@@ -137,18 +141,25 @@ class Server:
         except LegError as error:
             error.is_death = False  # It had not begun with the request.
             raise
-        leg = self._open_at(session, instance.instance_id, Resumption(resume_id, len(tokens), own=True))
+        leg = self._open_at(session, instance.instance_id, Resumption(resume_id, len(tokens), own=True), kind="resumed")
         if leg is None:
             raise LegUnreachable(instance.instance_id, "The instance has just gone.")
         self._note_move(session, resume_id, instance.instance_id, len(tokens), "resumed")
         return leg
 
-    def _open_at(self, session: Session, instance_id: str, resumption: Resumption | None = None) -> Leg | None:
+    def _open_at(
+        self, session: Session, instance_id: str, resumption: Resumption | None = None, *, kind: str = "migrated"
+    ) -> Leg | None:
         instance = self._members.get(instance_id)
         if instance is None:
             return None
+        self._counters.add("legs", instance=instance_id, kind=kind)
         release = self._dispatcher.hold(instance_id, len(session.call.body))
-        return self._backend.open(instance, session.call, release, stream=session.body.stream, resumption=resumption)
+        trace = session.visit.trace.leg(instance_id, instance.boot_id, kind)
+        call = dataclasses.replace(session.call, headers=trace.headers(session.call.headers))
+        leg = self._backend.open(instance, call, release, stream=session.body.stream, resumption=resumption)
+        leg.trace = trace
+        return leg
 
     def _note_move(self, session: Session, migration_id: str, to: str, output_tokens: int, kind: str) -> None:
         source = session.instance_id or ""
@@ -161,9 +172,21 @@ class Server:
         if error.instance_at_fault:
             session.failed_instances.add(error.instance_id)
             session.deaths += error.is_death
-        self._counters.add("legs_lost")
+        self._counters.add("legs_lost", kind=error.label)
         request, instance = session.request_id, error.instance_id
         log("leg_lost", level=logging.WARNING, request=request, instance=instance, reason=error.message)
+
+
+def _said(outcome: Outcome) -> str:
+    match outcome:
+        case Ended():
+            return "ended"
+        case Left():
+            return "left"
+        case Lost(error):
+            return f"lost: {error.label}"
+        case _:
+            assert_never(outcome)
 
 
 def _can_go_on(session: Session) -> bool:
