@@ -175,7 +175,7 @@ class MetricsPage:
         yield _gauge("build_info", {(self._version,): 1}, ["version"])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Reading:
     families: Families
 

@@ -66,7 +66,9 @@ class Server:
             except GatewayError as error:
                 session.end("failed")
                 self._counters.add("errors", kind=error.label)
-                log("failed", level=logging.WARNING, request=session.request_id, reason=error.message)
+                # Of the other kinds the message quotes what the client has chosen.
+                reason = error.message if isinstance(error, LegError) else error.label
+                log("failed", level=logging.WARNING, request=session.request_id, reason=reason)
                 await _fail(reply, error)
 
     async def _serve(self, session: Session, prebound: Prebound, reply: Reply) -> None:
