@@ -41,7 +41,7 @@ FAMILIES = {
     "request_duration_seconds": Family(
         "From a request's arrival to its end, of those that were answered with 2xx.", ("route", "model"), _WHOLE_S
     ),
-    "legs": Family("Requests to instances, by what for.", ("instance", "kind")),
+    "legs": Family("Requests to instances, by what for.", ("instance_id", "kind")),
     "legs_lost": Family("Of those, the lost ones, by why.", ("kind",)),
     "requests_restarted": Family("Times that a request began again, before its client had been sent anything."),
     "requests_resumed": Family("Times that a request went on elsewhere from its tokens, after a loss."),

@@ -95,7 +95,7 @@ class MetricsPage:
         await reply.whole(WholeReply(200, (("content-type", content_type),), text))
 
     def forget_gone(self) -> None:
-        self._counters.keep("instance", lambda instance_id: self._members.get(instance_id) is not None)
+        self._counters.keep("instance_id", lambda instance_id: self._members.get(instance_id) is not None)
         self._counters.keep("model", self._members.knows_model)
 
     def _reading(self) -> Any:
@@ -124,10 +124,12 @@ class MetricsPage:
 
     def _instances(self) -> Families:
         gauges = {
-            name: GaugeMetricFamily(f"{PREFIX}instance_{name}", text, labels=["instance"])
+            name: GaugeMetricFamily(f"{PREFIX}instance_{name}", text, labels=["instance_id"])
             for name, text in INSTANCE_GAUGES.items()
         }
-        info = GaugeMetricFamily(f"{PREFIX}instance_info", "What it is; always 1.", labels=["instance", "vllm", "url"])
+        info = GaugeMetricFamily(
+            f"{PREFIX}instance_info", "What it is; always 1.", labels=["instance_id", "vllm", "url"]
+        )
         now = time.monotonic()
         for member in self._members.all():
             instance = member.instance

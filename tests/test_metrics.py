@@ -25,7 +25,7 @@ from tests.fake_instance import MODEL, SECRET, FakeInstance, instances
 from tests.scripts import loses_after, moves_after, starts_and_waits
 
 Samples = dict[str, float]
-"""By name with its labels, as ``kvferry_legs_total{instance=a,kind=first}``."""
+"""By name with its labels, as ``kvferry_legs_total{instance_id=a,kind=first}``."""
 
 
 def parsed(text: str) -> Samples:
@@ -61,7 +61,7 @@ async def test_requests_tokens_and_times_are_counted_by_model(start_gateway: Sta
         assert found[f"kvferry_time_to_first_event_seconds_count{{model={MODEL}}}"] == 1
         labels = f"model={MODEL},route=/v1/chat/completions"
         assert found[f"kvferry_request_duration_seconds_count{{{labels}}}"] == 2
-        assert found["kvferry_legs_total{instance=a,kind=first}"] == 2
+        assert found["kvferry_legs_total{instance_id=a,kind=first}"] == 2
         # A first read may hold several events; every event after it is one gap.
         gaps = found.get(f"kvferry_event_gap_seconds_count{{model={MODEL}}}", 0)
         assert 0 <= gaps <= 9
@@ -78,12 +78,12 @@ async def test_a_stream_under_way_is_counted_and_never_counted_back(start_gatewa
 
             await until_true(shows_two)
             found = await read(running)
-            assert (found["kvferry_requests_in_flight"], found[f"{in_flight}{{instance=a}}"]) == (1, 1)
+            assert (found["kvferry_requests_in_flight"], found[f"{in_flight}{{instance_id=a}}"]) == (1, 1)
         await until(lambda: running.gateway.counters.get("requests", outcome="client_gone"))
         found = await read(running)
         assert found[tokens] == 2
         assert found[chat_requests("client_gone")] == 1
-        assert (found["kvferry_requests_in_flight"], found[f"{in_flight}{{instance=a}}"]) == (0, 0)
+        assert (found["kvferry_requests_in_flight"], found[f"{in_flight}{{instance_id=a}}"]) == (0, 0)
 
 
 async def test_moves_are_counted_with_their_pause(start_gateway: StartGateway) -> None:
@@ -98,7 +98,7 @@ async def test_moves_are_counted_with_their_pause(start_gateway: StartGateway) -
         assert found["kvferry_move_pause_seconds_count{kind=migrated}"] == 1
         assert found["kvferry_move_pause_seconds_count{kind=resumed}"] == 1
         assert found["kvferry_legs_lost_total{kind=leg_cut}"] == 1
-        assert found["kvferry_legs_total{instance=b,kind=resumed}"] == 1
+        assert found["kvferry_legs_total{instance_id=b,kind=resumed}"] == 1
 
 
 async def test_failures_are_counted_by_kind(start_gateway: StartGateway) -> None:
@@ -136,14 +136,14 @@ async def test_instances_are_shown_with_their_load_and_the_age_of_what_they_said
         await until(lambda: running.gateway.store.up)
         found = await read(running)
         assert found["kvferry_redis_up"] == 1
-        assert found["kvferry_instance_freeness_steps{instance=a}"] == a.freeness_steps
-        assert found["kvferry_instance_blocks{instance=b}"] == 1000
-        assert 0 <= found["kvferry_instance_report_age_seconds{instance=b}"] < 60
+        assert found["kvferry_instance_freeness_steps{instance_id=a}"] == a.freeness_steps
+        assert found["kvferry_instance_blocks{instance_id=b}"] == 1000
+        assert 0 <= found["kvferry_instance_report_age_seconds{instance_id=b}"] < 60
         assert found[f"kvferry_model_instances{{model={MODEL}}}"] == 2
         await b.stop()
 
         async def is_shown_as_lost() -> bool:
-            return (await read(running))["kvferry_instance_healthy{instance=b}"] == 0
+            return (await read(running))["kvferry_instance_healthy{instance_id=b}"] == 0
 
         await until_true(is_shown_as_lost)
         await b.listen(free_port())
@@ -165,7 +165,8 @@ async def test_the_operators_routes_show_the_same_counts(start_gateway: StartGat
         await running.stream()
         counted = (await running.admin("GET", "/admin/instances")).json()["counters"]
         assert (
-            counted["legs{instance=a,kind=first}"] == (await read(running))["kvferry_legs_total{instance=a,kind=first}"]
+            counted["legs{instance_id=a,kind=first}"]
+            == (await read(running))["kvferry_legs_total{instance_id=a,kind=first}"]
         )
 
 
@@ -323,3 +324,13 @@ def test_the_documentation_names_every_metric_and_no_other() -> None:
     ours = counts | gauges | {"kvferry_redis_failures_total", "kvferry_instance_info"}
     named = set(re.findall(r"`(kvferry_[a-z_]+)", page.split("## The servers' own page")[0]))
     assert named == ours
+
+
+def test_the_dashboard_asks_for_no_metric_that_is_not_there() -> None:
+    root = Path(gateway.__file__).parent.parent
+    documented = set(re.findall(r"`(kvferry_[a-z_]+)", (root / "docs" / "observability.md").read_text()))
+    dashboard = json.loads((root / "deploy" / "grafana" / "kvferry.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {re.sub("_bucket$", "", name) for query in queries for name in re.findall(r"kvferry_[a-z_]+", query)}
+    assert asked <= documented
+    assert len(queries) > 10

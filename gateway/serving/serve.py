@@ -155,7 +155,7 @@ class Server:
         instance = self._members.get(instance_id)
         if instance is None:
             return None
-        self._counters.add("legs", instance=instance_id, kind=kind)
+        self._counters.add("legs", instance_id=instance_id, kind=kind)
         release = self._dispatcher.hold(instance_id, len(session.call.body))
         trace = session.visit.trace.leg(instance_id, instance.boot_id, kind)
         call = dataclasses.replace(session.call, headers=trace.headers(session.call.headers))
