@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from gateway.errors import ConfigError
 from gateway.keys_file import add_keys_command, make_key
 from gateway.shutdown import GracefulServer
 from gateway.telemetry import configure_logging
+from gateway.version import installed_version
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,15 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if flags.command == "keys":
             return make_key(flags)
         settings = read_settings(flags, os.environ)
+        configure_logging(settings.log_level, settings.log_format)
+        gateway = Gateway(settings)
     except ConfigError as error:
         print(f"kvferry: {error.message}", file=sys.stderr)
         return 2
-    configure_logging(settings.log_level)
-    return _serve(settings)
+    return _serve(gateway, settings)
 
 
-def _serve(settings: Settings) -> int:
-    gateway = Gateway(settings)
+def _serve(gateway: Gateway, settings: Settings) -> int:
     server = GracefulServer(server_config(gateway, settings.host, settings.port), gateway, settings.shutdown)
     server.run()
     return 0 if server.started else 1
@@ -62,18 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvferry", description="A gateway that moves running requests between vLLM servers."
     )
-    parser.add_argument("--version", action="version", version=f"kvferry {_version()}")
+    parser.add_argument("--version", action="version", version=f"kvferry {installed_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_flags(commands.add_parser("serve", help="start the gateway"))
     add_keys_command(commands)
     return parser
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("kvferry")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown (not installed)"
 
 
 if __name__ == "__main__":

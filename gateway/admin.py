@@ -14,13 +14,14 @@ from starlette.exceptions import HTTPException
 
 from gateway.cluster.members import Instance, Member, Members
 from gateway.cluster.store import Store
+from gateway.counters import Counters
 from gateway.errors import BadRequest, Conflict, GatewayError, LlumletRefused, NotFound, StoreUnavailable
 from gateway.scheduler.drain import Drains
 from gateway.scheduler.executor import Executor
 from gateway.scheduler.leader import Leader
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.session import Sessions
-from gateway.telemetry import Counters, log
+from gateway.telemetry import log
 from gateway.wire import MIGRATION_METHODS, MigrationResult, Report, is_identifier
 
 PAUSE_WAIT_S = 5.0

@@ -100,6 +100,10 @@ class Settings:
     sends_priority: bool = True
     upstream_api_key: str = ""
     log_level: str = "info"
+    log_format: str = "text"
+    metrics_key: str = ""
+    """Empty: ``/metrics`` is open on a loopback address, and else asks for the admin key."""
+    tracing: str = "off"
     budgets: Budgets = field(default_factory=Budgets)
     limits: Limits = field(default_factory=Limits)
     intervals: Intervals = field(default_factory=Intervals)
@@ -107,6 +111,10 @@ class Settings:
     shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
     policy: Policy = Policy.LLUMNIX
     migration: MigrationSettings = field(default_factory=MigrationSettings)
+
+    @property
+    def metrics_open(self) -> bool:
+        return not self.metrics_key and _is_loopback(self.host)
 
 
 FLAGS: tuple[tuple[str, str, str, str], ...] = (
@@ -122,6 +130,9 @@ FLAGS: tuple[tuple[str, str, str, str], ...] = (
     ("--send-priority", "KVFERRY_SEND_PRIORITY", "on", "tell the vLLM servers a request's priority: on or off"),
     ("--upstream-api-key", "KVFERRY_UPSTREAM_API_KEY", "", "key that the vLLM servers ask for"),
     ("--log-level", "KVFERRY_LOG_LEVEL", "info", "debug, info, warning or error"),
+    ("--log-format", "KVFERRY_LOG_FORMAT", "text", "text, or json: one object a line"),
+    ("--metrics-key", "KVFERRY_METRICS_KEY", "", "key of /metrics; none: open on loopback, else the admin key"),
+    ("--tracing", "KVFERRY_TRACING", "off", "off, or otlp: OpenTelemetry, set up by the OTEL_* variables"),
     ("--policy", "KVFERRY_POLICY", "llumnix", "what the leader moves by itself: llumnix, or none"),
     ("--low-freeness-steps", "KVFERRY_LOW_FREENESS_STEPS", "160", "an instance below this moves requests away"),
     ("--high-freeness-steps", "KVFERRY_HIGH_FREENESS_STEPS", "480", "an instance above this takes them"),
@@ -184,6 +195,9 @@ def read_settings(flags: argparse.Namespace, environment: Mapping[str, str]) -> 
         sends_priority=_switch("KVFERRY_SEND_PRIORITY", values["KVFERRY_SEND_PRIORITY"]),
         upstream_api_key=values["KVFERRY_UPSTREAM_API_KEY"],
         log_level=values["KVFERRY_LOG_LEVEL"].lower(),
+        log_format=values["KVFERRY_LOG_FORMAT"].lower(),
+        metrics_key=values["KVFERRY_METRICS_KEY"],
+        tracing=values["KVFERRY_TRACING"].lower(),
         policy=_policy(values["KVFERRY_POLICY"]),
         migration=MigrationSettings(
             low_freeness_steps=_number("KVFERRY_LOW_FREENESS_STEPS", values["KVFERRY_LOW_FREENESS_STEPS"]),
@@ -213,6 +227,10 @@ def _check(settings: Settings) -> None:
         )
     if settings.log_level not in ("debug", "info", "warning", "error"):
         raise ConfigError(f"KVFERRY_LOG_LEVEL (--log-level) cannot be {settings.log_level!r}.")
+    if settings.log_format not in ("text", "json"):
+        raise ConfigError(f"KVFERRY_LOG_FORMAT (--log-format) must be text or json, not {settings.log_format!r}.")
+    if settings.tracing not in ("off", "otlp"):
+        raise ConfigError(f"KVFERRY_TRACING (--tracing) must be off or otlp, not {settings.tracing!r}.")
     if settings.migration.low_freeness_steps > settings.migration.high_freeness_steps:
         raise ConfigError("KVFERRY_LOW_FREENESS_STEPS must not be above KVFERRY_HIGH_FREENESS_STEPS.")
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.telemetry import Counters, log
+from gateway.counters import Counters
+from gateway.telemetry import log
 
 
 def client_connection(stuck_s: float, counters: Counters) -> type[HttpToolsProtocol]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,11 @@ class GatewayError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         return {}
+
+    @property
+    def label(self) -> str:
+        """The kind of failure, in metrics and logs: the class, as ``leg_cut``."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
 
     def to_json(self) -> dict[str, Any]:
         """The OpenAI shape; ``code`` is the status unless it says more, as vLLM has it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from gateway.access import ANYONE, Key
 from gateway.admission import Admission
 from gateway.cluster.members import Members
 from gateway.config import Limits
+from gateway.counters import Counters
 from gateway.endpoints import Endpoint, Kind, Table
 from gateway.errors import (
     BadRequest,
@@ -35,7 +37,9 @@ from gateway.serving.form import read_form
 from gateway.serving.forward import Forward, Forwarder, look_query
 from gateway.serving.reply import Reply, Send
 from gateway.serving.serve import Server
-from gateway.telemetry import Counters, log, logger
+from gateway.serving.visit import Visit, Visits
+from gateway.telemetry import log, logger
+from gateway.tracing import NO_TRACER, Tracer
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -65,6 +69,10 @@ class Incoming:
     response_id: str = ""
 
     @property
+    def visit(self) -> Visit:
+        return self.reply.visit
+
+    @property
     def headers(self) -> Headers:
         headers: Headers = self.scope["headers"]
         return headers
@@ -86,6 +94,7 @@ class Routes:
         admission: Admission,
         limits: Limits,
         counters: Counters,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self.bodies = LargeBodies()
         self._server = server
@@ -94,6 +103,7 @@ class Routes:
         self._admission = admission
         self._limits = limits
         self._counters = counters
+        self._visits = Visits(counters, tracer)
         self._table = Table()
         self._handlers: dict[Kind, Handler] = {
             Kind.GENERATE: self._generate,
@@ -109,27 +119,35 @@ class Routes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = uuid.uuid4().hex
-        reply = Reply(send, request_id, _client_id(scope["headers"]))
+        client_id = _client_id(scope["headers"])
+        visit = self._visits.begin(request_id, scope["method"], scope["path"], scope["headers"])
+        visit.client_id = client_id or "-"
+        reply = Reply(send, request_id, client_id, visit)
         try:
             await self._route(scope, receive, reply, request_id)
         except GatewayError as error:
+            self._counters.add("errors", kind=error.label)
             await reply.fail(error)
         except ClientGone:
-            self._counters.add("clients_gone")
+            visit.gone = True
         except Exception:  # noqa: BLE001
             # Our own bug. It ends here as an honest answer, and the connection goes on.
             self._counters.add("internal_errors")
             logger.exception("request=%s: internal error", request_id)
             await reply.fail(GatewayError("The gateway failed to handle this request."))
+        finally:
+            self._visits.end(visit, reply)
 
     async def _route(self, scope: Scope, receive: Receive, reply: Reply, request_id: str) -> None:
         found = self._table.find(scope["path"])
         endpoint = None if found is None else found.by_method.get(scope["method"])
         if found is not None:
-            reply.dialect = next(iter(found.by_method.values())).dialect
+            any_endpoint = next(iter(found.by_method.values()))
+            reply.dialect, reply.visit.route = any_endpoint.dialect, any_endpoint.path
         key = ANYONE
         if endpoint is None or endpoint.needs_key:
             key = self._admission.check(scope["headers"], scope["path"])
+            reply.visit.key_name = key.name or None
         if found is None:
             raise NotFound("There is no such route.")
         if endpoint is None:
@@ -144,7 +162,7 @@ class Routes:
         terms = self._admission.terms(incoming.key, headers)
         body = await self._parsed(incoming, functools.partial(read_body, terms=terms))
         call = Call(incoming.request_id, incoming.endpoint.path, body.upstream, _forwarded(headers))
-        self._note(incoming, body.stream)
+        self._note(incoming, body.model, body.stream)
         async with self._admission.admitted(incoming.key, incoming.request_id, body.asked, incoming.reply):
             await _while_connected(self._server.serve(call, body, incoming.reply), incoming.receive)
 
@@ -201,13 +219,13 @@ class Routes:
         await self._pass(incoming, forward)
 
     async def _pass(self, incoming: Incoming, forward: Forward) -> None:
-        self._note(incoming, forward.stream)
+        self._note(incoming, forward.model, forward.stream)
         await _while_connected(self._forwarder.forward(forward, incoming.reply), incoming.receive)
 
-    def _note(self, incoming: Incoming, stream: bool) -> None:
-        self._counters.add("requests")
-        client_id = _client_id(incoming.headers) or "-"
-        log("request", request=incoming.request_id, path=incoming.endpoint.path, stream=stream, client_id=client_id)
+    def _note(self, incoming: Incoming, model: str | None, stream: bool) -> None:
+        incoming.visit.names(model, self._members)
+        path = incoming.endpoint.path
+        log("request", level=logging.DEBUG, request=incoming.request_id, path=path, stream=stream)
 
     async def _models(self, incoming: Incoming) -> None:
         """From what is known already: no instance is asked, so none can hold this up."""

@@ -18,9 +18,9 @@ import pytest
 
 from gateway.access import Key, digest
 from gateway.config import Budgets
+from gateway.counters import Counters
 from gateway.openai.caps import Caps
 from gateway.policy.limits import KeyLimits
-from gateway.telemetry import Counters
 from gateway.wire import PriorityClass
 from loadtest.redis_server import RedisServer
 from tests.conftest import Running, StartGateway, chat_body, until

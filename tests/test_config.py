@@ -37,6 +37,8 @@ def test_flags_come_before_the_environment() -> None:
         ("KVFERRY_PORT", "70000"),
         ("KVFERRY_REDIS_URL", "http://x"),
         ("KVFERRY_LOG_LEVEL", "loud"),
+        ("KVFERRY_LOG_FORMAT", "xml"),
+        ("KVFERRY_TRACING", "on"),
         ("KVFERRY_POLICY", "both"),
         ("KVFERRY_LOW_FREENESS_STEPS", "many"),
         ("KVFERRY_LOW_FREENESS_STEPS", "9999"),

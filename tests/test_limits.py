@@ -17,8 +17,8 @@ import pytest
 from gateway.cluster import keys
 from gateway.cluster.limits import Limiter, Place
 from gateway.cluster.store import Store
+from gateway.counters import Counters
 from gateway.policy.limits import KeyLimits, Refused
-from gateway.telemetry import Counters
 from loadtest.processes import free_port
 from loadtest.redis_server import RedisServer
 from tests.conftest import until_true

@@ -12,8 +12,8 @@ import pytest_asyncio
 from gateway.cluster import keys
 from gateway.cluster.records import Records
 from gateway.cluster.store import Lease, Owner, Store
+from gateway.counters import Counters
 from gateway.errors import StoreUnavailable
-from gateway.telemetry import Counters
 from loadtest.processes import free_port
 from tests.conftest import until_true
 

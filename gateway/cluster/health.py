@@ -33,6 +33,7 @@ class Health:
     ejected_why: str | None = None
     good_probes: int = 0
     """In a row, since the last bad one or since the ejection."""
+    ejections_total: int = 0
     _failures: int = 0
     _ejections: int = 0
     _ejected_until: float = -math.inf
@@ -50,6 +51,7 @@ class Health:
         lasts_s = min(settings.ejected_first_s * 2**self._ejections, settings.ejected_most_s)
         self.ejected_why, self.good_probes = why, 0
         self._ejected_until = now + lasts_s
+        self.ejections_total += 1
         self._ejections = min(self._ejections + 1, 32)
 
     def probed_well(self, now: float, settings: HealthSettings) -> bool:

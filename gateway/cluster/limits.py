@@ -16,9 +16,10 @@ from typing import Any
 
 from gateway.cluster import keys
 from gateway.cluster.store import ScriptCall, Store
+from gateway.counters import Counters
 from gateway.errors import StoreUnavailable
 from gateway.policy.limits import WINDOW_S, Granted, KeyLimits, Ledger, Refused
-from gateway.telemetry import Counters, log
+from gateway.telemetry import log
 
 LOOKS = 5
 """In which a wait for Redis is cut. A look that this process was itself late for says nothing about Redis, and does not
@@ -176,7 +177,7 @@ class Limiter:
             self._counters.add("limits_applied_alone")
             verdict = ledger.judge(limits, tokens, now_s)
         if isinstance(verdict, Refused):
-            self._counters.add(f"refused_{verdict.limit}")
+            self._counters.add("limits_refused", limit=verdict.limit)
             if asks and not is_shared:
                 self._give_up(key_name, request_id)
             return verdict

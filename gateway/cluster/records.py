@@ -11,8 +11,9 @@ from collections import deque
 from typing import Any
 
 from gateway.cluster.store import Owner, Store
+from gateway.counters import Counters
 from gateway.errors import StoreUnavailable
-from gateway.telemetry import Counters, log
+from gateway.telemetry import log
 
 PENDING_MAX = 10_000
 MIGRATIONS_PENDING_MAX = 1_000

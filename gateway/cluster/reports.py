@@ -7,8 +7,8 @@ import time
 
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Members
+from gateway.counters import Counters
 from gateway.errors import GatewayError
-from gateway.telemetry import Counters
 
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 2.0

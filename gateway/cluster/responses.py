@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from gateway.cluster import keys
 from gateway.cluster.members import Instance
 from gateway.cluster.store import Store
+from gateway.counters import Counters
 from gateway.errors import StoreUnavailable
-from gateway.telemetry import Counters, log
+from gateway.telemetry import log
 
 KNOWN_MAX = 4_096
 WRITING_MAX = 256

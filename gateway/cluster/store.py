@@ -7,6 +7,7 @@ Every call has a bounded wait and raises :class:`StoreUnavailable` when Redis do
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,6 +107,11 @@ class Store:
             decode_responses=True,
         )
         self._redis = redis.Redis.from_pool(pool)
+        self.up = False
+        """Whether the last command was answered."""
+        self.answered_at = -math.inf
+        """This process's monotonic clock."""
+        self.failures = 0
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -196,6 +202,10 @@ class Store:
 
     async def _run(self, command: Callable[[], Awaitable[Any]]) -> Any:
         try:
-            return await command()
+            answer = await command()
         except (RedisError, OSError, TimeoutError) as error:
+            self.up = False
+            self.failures += 1
             raise StoreUnavailable(f"Redis: {error or type(error).__name__}") from error
+        self.up, self.answered_at = True, time.monotonic()
+        return answer

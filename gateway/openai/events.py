@@ -20,6 +20,7 @@ _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 _ERROR = re.compile(rb'\s*\{\s*"error"\s*:\s*[{"]')
+_COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,12})')
 _CREATED = re.compile(rb'"created"\s*:\s*(\d+)')
 _ROLE_DELTA = re.compile(rb'"delta"\s*:\s*\{\s*"role"\s*:\s*"[^"]*"\s*(?:,\s*"content"\s*:\s*(?:""|null)\s*)?\}')
 _TRANSFER = re.compile(rb'"(?:kv|ec)_transfer_params"\s*:\s*(?=\{)')
@@ -144,6 +145,12 @@ def hide_transfers(data: bytes) -> bytes:
             end = token.end()
             break
     return data[: found.end()] + b"null" + hide_transfers(data[end:])
+
+
+def completion_tokens(body: bytes) -> int:
+    """What a whole reply says in its usage; 0 if it says nothing."""
+    found = _COMPLETION_TOKENS.search(body, max(body.rfind(b'"usage"'), 0))
+    return 0 if found is None else int(found[1])
 
 
 def created(block: bytes) -> bytes | None:

@@ -14,10 +14,11 @@ from typing import Any
 from gateway import wire
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Instance, Members
+from gateway.counters import Counters
 from gateway.errors import LlumletRefused, LlumletTimeout, LlumletUnreachable
 from gateway.policy.dispatch import Sent, choose_instance
 from gateway.scheduler.executor import Executor
-from gateway.telemetry import Counters, cancel_all, log
+from gateway.telemetry import cancel_all, log
 
 MOVES_AT_ONCE_MAX = 4
 """A llumlet refuses more, in or out."""

@@ -19,6 +19,7 @@ from gateway import wire
 from gateway.cluster.members import Instance
 from gateway.config import Budgets
 from gateway.errors import LegCut, LegError, LegNotConnected, LegTimeout, LegUnreachable, ResumeFailed, WholeReply
+from gateway.tracing import NO_LEG_TRACE, LegTrace
 
 CONNECTIONS_MAX = 4096
 LARGE_BODY_BYTES = 256 * 1024
@@ -95,6 +96,7 @@ class Leg:
         self.resumption = resumption
         self.head_budget_s: float | None = None
         """Set on the leg of a request that has moved: it is decoding already, so its head and first event are due."""
+        self.trace: LegTrace = NO_LEG_TRACE
         self._opening = opening
         self._budgets = budgets
         self._release = release
@@ -120,6 +122,7 @@ class Leg:
             opened = self._opening.result()
             if isinstance(opened, aiohttp.ClientResponse):
                 opened.close()
+        self.trace.end()
         self._release()
 
     async def head(self) -> Head:
@@ -236,6 +239,12 @@ class Backend:
         self._legs.add(leg)
         return leg
 
+    def forget(self, is_known: Callable[[str], object]) -> None:
+        """The connections to instances that are no more, unless a leg is still there."""
+        busy = {leg.instance_id for leg in self._legs}
+        for instance_id in [one for one in self._pools if one not in busy and not is_known(one)]:
+            self._drop_pool(instance_id)
+
     async def put_resume(self, instance: Instance, resume_id: str, resume: wire.Resume) -> None:
         """Gives the instance the tokens that a leg opened next under ``resume_id`` is to go on from."""
         assert instance.managed
@@ -261,10 +270,7 @@ class Backend:
         known = self._pools.get(instance.instance_id)
         if known is not None and known[0] == instance:
             return known[1]
-        if known is not None:
-            closing = asyncio.create_task(known[1].close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        self._drop_pool(instance.instance_id)
         pool = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self._connections_max, keepalive_timeout=KEEP_ALIVE_S),
             headers=self._headers | ({wire.SECRET_HEADER: self._secret} if instance.managed else {}),
@@ -276,6 +282,13 @@ class Backend:
         )
         self._pools[instance.instance_id] = (instance, pool)
         return pool
+
+    def _drop_pool(self, instance_id: str) -> None:
+        _, pool = self._pools.pop(instance_id, (None, None))
+        if pool is not None:
+            closing = asyncio.create_task(pool.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def _ask(
         self, instance: Instance, call: Call, headers: list[tuple[str, str]], head_s: float

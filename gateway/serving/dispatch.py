@@ -83,11 +83,17 @@ class Dispatcher:
             if not released:
                 released = True
                 self._in_flight[instance_id] -= 1
+                if not self._in_flight[instance_id]:
+                    del self._in_flight[instance_id]
 
         return release
 
     def in_flight(self, instance_id: str) -> int:
         return self._in_flight[instance_id]
+
+    def forget(self, is_known: Callable[[str], object]) -> None:
+        """What was sent to instances that are no more."""
+        self._sendings = {one: sendings for one, sendings in self._sendings.items() if is_known(one)}
 
     def may_come(self, model: str | None, exclude: Collection[str], group: ModelGroup | None = None) -> bool:
         """Whether an instance is known that could serve it, were it usable."""

@@ -7,6 +7,7 @@ another instance, if doing it twice changes nothing; afterwards the reply ends w
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import re
 import time
@@ -16,6 +17,7 @@ from urllib.parse import parse_qsl, urlencode
 from gateway.cluster.members import Instance, Members
 from gateway.cluster.responses import StoredResponses
 from gateway.config import Budgets, Limits
+from gateway.counters import Counters
 from gateway.errors import (
     GatewayError,
     LegCut,
@@ -33,8 +35,9 @@ from gateway.serving.backend import Backend, Call, Head, Leg
 from gateway.serving.deadline import Deadlines
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.reply import Reply
+from gateway.serving.visit import Visit
 from gateway.serving.waiting import Waiting
-from gateway.telemetry import Counters, log
+from gateway.telemetry import log
 from gateway.wire import is_identifier
 
 DEATHS_MAX = 2
@@ -111,8 +114,9 @@ class Forwarder:
             async with self._deadlines.bounded():
                 await self._forward(forward, reply)
         except GatewayError as error:
-            self._counters.add("requests_failed")
-            log("failed", level=logging.WARNING, request=forward.call.request_id, reason=error.message)
+            self._counters.add("errors", kind=error.label)
+            reason = error.message if isinstance(error, LegError) else error.label
+            log("failed", level=logging.WARNING, request=forward.call.request_id, reason=reason)
             if isinstance(error, LegError) and error.reply is not None and not reply.started:
                 await reply.whole(error.reply)
             else:
@@ -123,16 +127,15 @@ class Forwarder:
         losses = deaths = 0
         instance = await self._first(forward)
         while True:
-            passing = _Passing(self._stored, self._budgets, self._limits, self._counters, forward, reply)
-            release = self._dispatcher.hold(instance.instance_id, forward.load_bytes)
+            passing = _Passing(self._stored, self._budgets, self._limits, forward, reply)
             try:
-                with self._backend.open(instance, forward.call, release, stream=forward.stream) as leg:
+                with self._open_at(instance, forward, reply.visit) as leg:
                     await passing.run(leg)
                 self._members.leg_worked(instance)
                 return
             except LegError as error:
                 self._members.leg_lost(instance, error, time.monotonic())
-                self._counters.add("legs_lost")
+                self._counters.add("legs_lost", kind=error.label)
                 reason, request = error.message, forward.call.request_id
                 log("leg_lost", level=logging.WARNING, request=request, instance=error.instance_id, reason=reason)
                 failed.add(error.instance_id)
@@ -141,6 +144,17 @@ class Forwarder:
                 if passing.bytes_sent or not again or losses > LOSSES_MAX or deaths >= DEATHS_MAX:
                     raise
                 instance = await self._next(forward, failed, error)
+
+    def _open_at(self, instance: Instance, forward: Forward, visit: Visit) -> Leg:
+        self._counters.add("legs", instance_id=instance.instance_id, kind="forwarded")
+        visit.runs_at(instance.instance_id)
+        trace = visit.trace.leg(instance.instance_id, instance.boot_id, "forwarded")
+        trace.outcome("cancelled")
+        call = dataclasses.replace(forward.call, headers=trace.headers(forward.call.headers))
+        release = self._dispatcher.hold(instance.instance_id, forward.load_bytes)
+        leg = self._backend.open(instance, call, release, stream=forward.stream)
+        leg.trace = trace
+        return leg
 
     async def _first(self, forward: Forward) -> Instance:
         if forward.home_of is not None:
@@ -180,7 +194,6 @@ class _Passing:
         stored: StoredResponses,
         budgets: Budgets,
         limits: Limits,
-        counters: Counters,
         forward: Forward,
         reply: Reply,
     ) -> None:
@@ -188,13 +201,20 @@ class _Passing:
         self._stored = stored
         self._budgets = budgets
         self._limits = limits
-        self._counters = counters
         self._forward = forward
         self._reply = reply
         self._keeps = forward.keeps
         self._complete = False
 
     async def run(self, leg: Leg) -> None:
+        try:
+            await self._run(leg)
+        except LegError as error:
+            leg.trace.outcome(f"lost: {error.label}")
+            raise
+        leg.trace.outcome("ended")
+
+    async def _run(self, leg: Leg) -> None:
         """The client is told nothing before the instance's verdict is known."""
         head = await leg.head()
         if 200 <= head.status < 300 and head.is_event_stream:
@@ -214,6 +234,7 @@ class _Passing:
             raise LegError(leg.instance_id, message, instance_at_fault=False)
         if whole.status < 300:
             await self._keep(whole.body, leg)
+            self._reply.visit.tokens = events.completion_tokens(whole.body)
         body = events.hide_transfers(whole.body)
         self.bytes_sent += len(body)
         await self._reply.whole(type(whole)(whole.status, whole.headers, body))
@@ -256,7 +277,11 @@ class _Passing:
         if (numbers := _SEQUENCE_NUMBER.findall(data)) and self._forward.dialect is Dialect.RESPONSES:
             self._reply.sequence_number = int(numbers[-1]) + 1
         if _ERROR_EVENT.search(data) is not None:
-            self._counters.add("requests_failed")
+            self._reply.broken = True
+        if b'"usage"' in data:
+            self._reply.visit.tokens = events.completion_tokens(data)
+        if not self.bytes_sent:
+            self._reply.visit.first_event(time.monotonic())
         self._reply.meter.passed(data, len(blocks))
         self._complete = self._complete or _LAST_EVENT[self._forward.dialect].search(data) is not None
         if self._complete:

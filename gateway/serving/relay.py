@@ -76,6 +76,7 @@ class Relay:
             return Lost(LegError(leg.instance_id, "The instance aborted the request."))
         if reply.started:
             return Lost(LegError(leg.instance_id, message, instance_at_fault=False))
+        session.whole_tokens = events.completion_tokens(whole.body)
         session.end("done" if whole.status < 400 else "refused")
         await reply.whole(dataclasses.replace(whole, body=events.hide_transfers(whole.body)))
         return Ended()

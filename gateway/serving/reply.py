@@ -10,6 +10,7 @@ from gateway import wire
 from gateway.errors import GatewayError, WholeReply
 from gateway.openai.dialects import Dialect, error_body, error_event
 from gateway.openai.meter import Meter
+from gateway.serving.visit import Visit
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -22,7 +23,9 @@ class Reply:
     ``client_id``: what the client calls its request. It is told that back, where it said something.
     """
 
-    def __init__(self, send: Send, request_id: str | None = None, client_id: str = "") -> None:
+    def __init__(
+        self, send: Send, request_id: str | None = None, client_id: str = "", visit: Visit | None = None
+    ) -> None:
         self._send = send
         self._request_id = request_id
         self._client_id = client_id
@@ -31,6 +34,10 @@ class Reply:
         """Of the next event, where events are numbered."""
         self.started = False
         self.ended = False
+        self.broken = False
+        """It began well, and ended in an error or not at all."""
+        self.status = 0
+        self.visit = visit or Visit()
         self.more_headers: list[tuple[str, str]] = []
         """The gateway's own, to be said with the reply whatever it is."""
         self.before_end: Callable[[], Awaitable[None]] | None = None
@@ -75,13 +82,14 @@ class Reply:
         if not self.started:
             await self.json(error.status, error_body(self.dialect, error), error.headers.items())
         elif not self.ended:
+            self.broken = True
             await self.ending()
             await self.write(error_event(self.dialect, error, self.sequence_number))
             await self.end()
 
     def abandon(self) -> None:
         """Nothing more is said: the server then cuts the connection, so that what was sent is not taken for whole."""
-        self.ended = True
+        self.ended = self.broken = True
 
     async def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
         assert not self.started
@@ -91,5 +99,5 @@ class Reply:
         if self._request_id is not None:
             lines.append((wire.REQUEST_ID_HEADER.encode(), (self._client_id or self._request_id).encode()))
             lines.append((wire.OWN_REQUEST_ID_HEADER.encode(), self._request_id.encode()))
-        self.started = True
+        self.started, self.status = True, status
         await self._send({"type": "http.response.start", "status": status, "headers": lines})

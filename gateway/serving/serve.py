@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import uuid
@@ -19,17 +20,18 @@ from typing import assert_never
 
 from gateway import wire
 from gateway.cluster.members import Members
+from gateway.counters import Counters
 from gateway.errors import GatewayError, LegError, LegUnreachable, NoInstance, NotFound, ResumeFailed
 from gateway.openai.body import GenerateBody
 from gateway.serving.backend import Backend, Call, Leg, Resumption
 from gateway.serving.deadline import Deadlines
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.prebound import Prebound
-from gateway.serving.relay import Ended, Left, Lost, Relay
+from gateway.serving.relay import Ended, Left, Lost, Outcome, Relay
 from gateway.serving.reply import Reply
 from gateway.serving.session import Move, Session, Sessions
 from gateway.serving.waiting import Waiting
-from gateway.telemetry import Counters, log
+from gateway.telemetry import log
 
 DEATHS_MAX = 2
 """Instances that may fail under one request. It may be what they failed of, so a third one is not tried."""
@@ -64,23 +66,27 @@ class Server:
 
     async def serve(self, call: Call, body: GenerateBody, reply: Reply) -> None:
         """Cancelled when the client has gone."""
-        session = Session(call, body, reply.meter)
+        session = Session(call, body, reply.meter, reply.visit)
         with self._sessions.tracked(session), Prebound(session, self._open_at) as prebound:
             try:
                 async with self._deadlines.bounded():
                     await self._serve(session, prebound, reply)
             except GatewayError as error:
                 session.end("failed")
-                self._counters.add("requests_failed")
-                log("failed", level=logging.WARNING, request=session.request_id, reason=error.message)
+                self._counters.add("errors", kind=error.label)
+                # Of the other kinds the message quotes what the client has chosen.
+                reason = error.message if isinstance(error, LegError) else error.label
+                log("failed", level=logging.WARNING, request=session.request_id, reason=reason)
                 await _fail(reply, error)
 
     async def _serve(self, session: Session, prebound: Prebound, reply: Reply) -> None:
-        leg = await self._start(session, is_new=True)
+        leg = await self._start(session)
         while True:
             with leg:
                 self._sessions.owned_by(session, leg.instance_id)
+                leg.trace.outcome("cancelled")
                 outcome = await self._relay.run(leg, session, prebound, reply)
+                leg.trace.outcome(_said(outcome))
             match outcome:
                 case Ended():
                     self._members.leg_worked(leg.instance)
@@ -95,12 +101,12 @@ class Server:
                 case _:
                     assert_never(outcome)
 
-    async def _start(self, session: Session, *, is_new: bool = False) -> Leg:
+    async def _start(self, session: Session, kind: str = "first") -> Leg:
         """A leg from the first token on."""
-        instance = await self._waiting.choose(session.body.model, session.failed_instances, is_new=is_new)
+        instance = await self._waiting.choose(session.body.model, session.failed_instances, is_new=kind == "first")
         log("dispatch", level=logging.DEBUG, request=session.request_id, instance=instance.instance_id)
         session.group = self._members.group(instance.instance_id, session.body.model)
-        leg = self._open_at(session, instance.instance_id)
+        leg = self._open_at(session, instance.instance_id, kind=kind)
         assert leg is not None
         return leg
 
@@ -137,7 +143,7 @@ class Server:
         """Nothing has reached the client, so nothing can be said twice."""
         session.restart()
         self._counters.add("requests_restarted")
-        return await self._start(session)
+        return await self._start(session, "restarted")
 
     async def _resume(self, session: Session) -> Leg:
         """A leg that goes on from the tokens that the client has been sent, on any instance with the plugin, wherever
@@ -152,18 +158,25 @@ class Server:
             self._members.leg_lost(instance, error, time.monotonic())
             error.is_death = False  # It had not begun with the request.
             raise
-        leg = self._open_at(session, instance.instance_id, Resumption(resume_id, len(tokens), own=True))
+        leg = self._open_at(session, instance.instance_id, Resumption(resume_id, len(tokens), own=True), kind="resumed")
         if leg is None:
             raise LegUnreachable(instance.instance_id, "The instance has just gone.")
         self._note_move(session, resume_id, instance.instance_id, len(tokens), "resumed")
         return leg
 
-    def _open_at(self, session: Session, instance_id: str, resumption: Resumption | None = None) -> Leg | None:
+    def _open_at(
+        self, session: Session, instance_id: str, resumption: Resumption | None = None, *, kind: str = "migrated"
+    ) -> Leg | None:
         instance = self._members.get(instance_id)
         if instance is None or (resumption is not None and not instance.managed):
             return None
+        self._counters.add("legs", instance_id=instance_id, kind=kind)
         release = self._dispatcher.hold(instance_id, len(session.call.body))
-        return self._backend.open(instance, session.call, release, stream=session.body.stream, resumption=resumption)
+        trace = session.visit.trace.leg(instance_id, instance.boot_id, kind)
+        call = dataclasses.replace(session.call, headers=trace.headers(session.call.headers))
+        leg = self._backend.open(instance, call, release, stream=session.body.stream, resumption=resumption)
+        leg.trace = trace
+        return leg
 
     def _note_move(self, session: Session, migration_id: str, to: str, output_tokens: int, kind: str) -> None:
         source = session.instance_id or ""
@@ -176,9 +189,21 @@ class Server:
         if error.instance_at_fault:
             session.failed_instances.add(error.instance_id)
             session.deaths += error.is_death
-        self._counters.add("legs_lost")
+        self._counters.add("legs_lost", kind=error.label)
         request, instance = session.request_id, error.instance_id
         log("leg_lost", level=logging.WARNING, request=request, instance=instance, reason=error.message)
+
+
+def _said(outcome: Outcome) -> str:
+    match outcome:
+        case Ended():
+            return "ended"
+        case Left():
+            return "left"
+        case Lost(error):
+            return f"lost: {error.label}"
+        case _:
+            assert_never(outcome)
 
 
 def _can_go_on(session: Session) -> bool:

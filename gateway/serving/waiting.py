@@ -11,10 +11,10 @@ import time
 from collections.abc import Collection
 
 from gateway.cluster.members import Instance
+from gateway.counters import Counters
 from gateway.errors import NoInstance, Overloaded
 from gateway.policy.view import ModelGroup
 from gateway.serving.dispatch import Dispatcher
-from gateway.telemetry import Counters
 
 LOOK_S = 0.05
 
