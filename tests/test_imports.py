@@ -65,13 +65,13 @@ def test_policy_wire_and_formats_need_the_standard_library_alone() -> None:
 
 
 def test_one_file_each_speaks_to_redis_and_to_the_instances() -> None:
-    importers: dict[str, set[str]] = {"redis": set(), "aiohttp": set(), "httpx": set(), "fastapi": set()}
+    importers: dict[str, set[str]] = {"redis": set(), "httptools": set(), "httpx": set(), "fastapi": set()}
     for path in files():
         for name in imports(path):
             importers.get(name.split(".")[0], set()).add(str(path.relative_to(PACKAGE)))
     assert importers == {
         "redis": {"cluster/store.py"},
-        "aiohttp": {"serving/backend.py"},
+        "httptools": {"serving/connection.py"},
         "httpx": {"cluster/llumlet.py"},
         "fastapi": {"admin.py", "app.py"},
     }

@@ -94,7 +94,7 @@ def _read_event(block: bytes) -> Done | Other | Chunk:
         block=block,
         has_choice=_CHOICE.search(payload) is not None,
         role=_ROLE_DELTA.search(payload) is not None,
-        token_ids=None if ids is None else _integers(ids[1]),
+        token_ids=None if ids is None else read_integers(ids[1]),
         finished=finished,
         usage=_USAGE.search(payload) is not None,
         error=error,
@@ -103,7 +103,7 @@ def _read_event(block: bytes) -> Done | Other | Chunk:
     )
 
 
-def _integers(text: bytes) -> list[int]:
+def read_integers(text: bytes) -> list[int]:
     try:
         ids: list[int] = json.loads(text)
     except ValueError as error:
@@ -157,6 +157,11 @@ def with_created(block: bytes, value: bytes) -> bytes:
     if found is None or found[1] == value:
         return block
     return block[: found.start(1)] + value + block[found.end(1) :]
+
+
+def with_created_everywhere(run: bytes, value: bytes) -> bytes:
+    """The same for several events of one leg."""
+    return _CREATED.sub(rb'"created":' + value, run)
 
 
 def completed(rest: bytes) -> bytes | None:

@@ -1,28 +1,28 @@
-"""Requests to instances: one pool an instance, one budget for each kind of wait. aiohttp's exceptions end here."""
+"""Requests to instances: one pool an instance, one budget for each kind of wait. What connections raise ends here."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
-import aiohttp
 from multidict import CIMultiDictProxy
 
 from gateway import wire
 from gateway.cluster.members import Instance
 from gateway.config import Budgets
 from gateway.errors import LegCut, LegError, LegNotConnected, LegTimeout, LegUnreachable, ResumeFailed, WholeReply
+from gateway.serving.connection import ConnectFailed, ConnectTimeout, Pool, Response
 
 CONNECTIONS_MAX = 4096
-LARGE_BODY_BYTES = 256 * 1024
 STOOD_STILL_S = 0.2
+LAST_LOOK_S = 0.01
 KEEP_ALIVE_S = 3.0
 """Below uvicorn's 5 s, so that an idle connection is not used just as the instance closes it."""
 
@@ -84,7 +84,7 @@ class Leg:
     def __init__(
         self,
         instance: Instance,
-        opening: asyncio.Task[aiohttp.ClientResponse | LegError],
+        opening: asyncio.Task[Response | LegError],
         resumption: Resumption | None,
         budgets: Budgets,
         release: Callable[[], None],
@@ -98,6 +98,9 @@ class Leg:
         self._budgets = budgets
         self._release = release
         self._read_once = False
+        self._reading: Response | None = None
+        self._due_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._wait: asyncio.Timeout | None = None
         self._silent_since = 0.0
         self._given_up: str | None = None
@@ -112,11 +115,14 @@ class Leg:
 
     def close(self) -> None:
         """Idempotent. An unread reply's connection is closed, which is how the instance learns that nobody wants it."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if not self._opening.done():
             self._opening.cancel()
         elif not self._opening.cancelled():
             opened = self._opening.result()
-            if isinstance(opened, aiohttp.ClientResponse):
+            if isinstance(opened, Response):
                 opened.close()
         self._release()
 
@@ -128,17 +134,44 @@ class Leg:
     async def read(self) -> bytes:
         """The next bytes of a stream; empty at its end."""
         response = await self._response()
-        live = self._read_once or self.head_budget_s is not None
-        budget_s = self._budgets.event_gap_s if live else self._budgets.first_byte_s
-        try:
-            with self._waiting(budget_s, "between events") as wait:
-                async with wait:
-                    data = await response.content.readany()
-        except LegCut:
-            if not (data := _arrived(response.content)):
-                raise
+        if not response.ready:
+            live = self._read_once or self.head_budget_s is not None
+            self._expect(self._budgets.event_gap_s if live else self._budgets.first_byte_s)
+            self._reading = response
+            try:
+                await response.wait()
+            finally:
+                self._reading = None
         self._read_once = True
-        return data
+        try:
+            return response.take()
+        except OSError as error:
+            raise LegCut(self.instance_id, "The instance's connection ended between events.") from error
+
+    def _expect(self, budget_s: float) -> None:
+        """Something must come in time. The timer of the wait before is left as it is: most waits need none of their
+        own, and thousands of them in a second would cost more than the events."""
+        loop = asyncio.get_running_loop()
+        self._silent_since = time.monotonic()
+        self._due_at = loop.time() + budget_s
+        if self._timer is None or self._timer.when() > self._due_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_at(self._due_at, self._look)
+
+    def _look(self, again: bool = False) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        if self._reading is None:
+            return
+        if loop.time() < self._due_at:
+            self._timer = loop.call_at(self._due_at, self._look)
+        elif not again:  # If it is this gateway that stood still, what has come is read in the next turn of the loop.
+            self._timer = loop.call_later(LAST_LOOK_S, self._look, True)
+        else:
+            self._reading.interrupt(
+                LegTimeout(self.instance_id, "The instance was silent for too long between events.")
+            )
 
     async def whole(self, bytes_max: int) -> WholeReply:
         """The complete reply, of a bounded size."""
@@ -147,7 +180,7 @@ class Leg:
         size = 0
         with self._waiting(self._budgets.whole_reply_s, "within its reply") as wait:
             async with wait:
-                while part := await response.content.readany():
+                while part := await response.readany():
                     self._silent_since = time.monotonic()
                     parts.append(part)
                     size += len(part)
@@ -155,7 +188,7 @@ class Leg:
                         raise LegCut(self.instance_id, f"The reply is larger than {bytes_max} bytes.")
         return WholeReply(response.status, Head(response.status, response.headers).end_to_end(), b"".join(parts))
 
-    async def _response(self) -> aiohttp.ClientResponse:
+    async def _response(self) -> Response:
         if not self._opening.done():
             with self._waiting(self.head_budget_s, "before its reply") as wait:
                 async with wait:
@@ -167,11 +200,13 @@ class Leg:
 
     def silent_s(self, now: float) -> float:
         """For how long someone has waited here in vain; 0 while nobody waits, as when the client is slow to read."""
-        return now - self._silent_since if self._wait is not None else 0.0
+        return now - self._silent_since if self._wait is not None or self._reading is not None else 0.0
 
     def give_up(self, why: str) -> None:
         """Ends the wait that is under way, as if its time were up: ``why`` completes "The instance ..."."""
-        if self._wait is not None and not self._wait.expired():
+        if self._reading is not None:
+            self._reading.interrupt(LegTimeout(self.instance_id, f"The instance {why}."))
+        elif self._wait is not None and not self._wait.expired():
             self._given_up = why
             self._wait.reschedule(asyncio.get_running_loop().time())
 
@@ -195,13 +230,12 @@ class Backend:
         self, secret: str, upstream_api_key: str, budgets: Budgets, connections_max: int = CONNECTIONS_MAX
     ) -> None:
         """``connections_max``: to one instance."""
-        self._headers = {wire.SECRET_HEADER: secret, "accept-encoding": "identity", "content-type": "application/json"}
+        self._headers = [(wire.SECRET_HEADER, secret), ("accept-encoding", "identity")]
         if upstream_api_key:
-            self._headers["authorization"] = f"Bearer {upstream_api_key}"
+            self._headers.append(("authorization", f"Bearer {upstream_api_key}"))
         self._budgets = budgets
         self._connections_max = connections_max
-        self._pools: dict[str, tuple[Instance, aiohttp.ClientSession]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._pools: dict[str, tuple[Instance, Pool]] = {}
         self._legs: set[Leg] = set()
 
     def legs(self) -> list[Leg]:
@@ -234,10 +268,11 @@ class Backend:
 
     async def put_resume(self, instance: Instance, resume_id: str, resume: wire.Resume) -> None:
         """Gives the instance the tokens that a leg opened next under ``resume_id`` is to go on from."""
-        url = f"{instance.url}/llumlet/resumes/{resume_id}"
+        body = json.dumps(resume.to_json()).encode()
         with _mapped(instance.instance_id, "given the tokens so far"):
             async with asyncio.timeout(self._budgets.moved_s):
-                async with self._pool(instance).put(url, data=json.dumps(resume.to_json())) as response:
+                response = await self._ask(instance, "PUT", f"/llumlet/resumes/{resume_id}", body, [])
+                with contextlib.closing(response):
                     if response.status >= 300:
                         raise ResumeFailed(
                             instance.instance_id,
@@ -247,34 +282,23 @@ class Backend:
 
     async def close(self) -> None:
         for _, pool in self._pools.values():
-            await pool.close()
+            pool.close()
         self._pools.clear()
-        await asyncio.gather(*self._closing)
 
-    def _pool(self, instance: Instance) -> aiohttp.ClientSession:
+    def _pool(self, instance: Instance) -> Pool:
         """The instance's own; a restarted one gets a new one, for nothing of its old connections is of use."""
         known = self._pools.get(instance.instance_id)
         if known is not None and known[0] == instance:
             return known[1]
         if known is not None:
-            closing = asyncio.create_task(known[1].close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-        pool = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._connections_max, keepalive_timeout=KEEP_ALIVE_S),
-            headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=None, connect=self._budgets.connect_s),
-            auto_decompress=False,
-            trust_env=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent",),
-        )
+            known[1].close()
+        pool = Pool(instance.url, self._connections_max, self._budgets.connect_s, KEEP_ALIVE_S)
         self._pools[instance.instance_id] = (instance, pool)
         return pool
 
     async def _post(
         self, instance: Instance, path: str, body: bytes, headers: list[tuple[str, str]], head_s: float
-    ) -> aiohttp.ClientResponse | LegError:
+    ) -> Response | LegError:
         """A failure is a value here: the task may end long before anyone asks for its result, or unasked."""
         asked = time.monotonic()
         try:
@@ -292,22 +316,17 @@ class Backend:
 
     async def _post_once(
         self, instance: Instance, path: str, body: bytes, headers: list[tuple[str, str]], head_s: float
-    ) -> aiohttp.ClientResponse:
+    ) -> Response:
         with _mapped(instance.instance_id, "before its reply"):
             async with asyncio.timeout(head_s):
-                return await self._pool(instance).post(
-                    instance.url + path, data=_payload(body), headers=headers, allow_redirects=False
-                )
+                return await self._ask(instance, "POST", path, body, headers)
 
-
-def _payload(body: bytes) -> bytes | io.BytesIO:
-    """aiohttp writes a file piece by piece, and bytes at once: a large body would hold up everyone else's stream."""
-    return body if len(body) < LARGE_BODY_BYTES else io.BytesIO(body)
-
-
-def _arrived(content: aiohttp.StreamReader) -> bytes:
-    """What came in before a connection failed. aiohttp has no public way to it, and would drop good events."""
-    return content._read_nowait(-1) if content._buffer else b""
+    async def _ask(
+        self, instance: Instance, method: str, path: str, body: bytes, headers: list[tuple[str, str]]
+    ) -> Response:
+        target = urlsplit(instance.url).path + path
+        typed = [] if any(name == "content-type" for name, _ in headers) else [("content-type", "application/json")]
+        return await self._pool(instance).request(method, target, [*self._headers, *typed, *headers], body)
 
 
 @contextlib.contextmanager
@@ -315,11 +334,11 @@ def _mapped(instance_id: str, when: str) -> Iterator[None]:
     """Instance ids are for the operator; addresses and system errors stay out of what clients are told."""
     try:
         yield
-    except aiohttp.ClientConnectorError as error:
+    except ConnectFailed as error:
         raise LegUnreachable(instance_id, "The instance could not be reached.") from error
-    except aiohttp.ConnectionTimeoutError as error:
+    except ConnectTimeout as error:
         raise LegNotConnected(instance_id, "The instance could not be reached in time.") from error
     except TimeoutError as error:
         raise LegTimeout(instance_id, f"The instance was silent for too long {when}.") from error
-    except (aiohttp.ClientError, OSError) as error:
+    except OSError as error:
         raise LegCut(instance_id, f"The instance's connection ended {when}.") from error

@@ -58,7 +58,7 @@ class Reply:
 
     async def _start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
         assert not self.started
-        # The way back from aiohttp's decoding: an instance's header may hold bytes that are no text.
+        # The way back from connection.py's decoding: an instance's header may hold bytes that are no text.
         lines = [(name.lower().encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers]
         if self._request_id is not None:
             lines.append((wire.REQUEST_ID_HEADER.encode(), self._request_id.encode()))

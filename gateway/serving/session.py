@@ -86,6 +86,10 @@ class Session:
         self.finished |= chunk.finished
         self.usage_sent |= chunk.usage and not chunk.has_choice
 
+    def take_tokens(self, token_ids: list[int]) -> None:
+        """The same for events that say nothing else."""
+        self.output_token_ids += token_ids
+
     def expected_tokens(self, said: int) -> int:
         """The number of tokens that the next leg must follow on: our own count, where we have one."""
         known = len(self.output_token_ids)
