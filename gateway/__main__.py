@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -14,9 +15,12 @@ from gateway.app import Gateway
 from gateway.config import Settings, add_flags, read_settings
 from gateway.errors import ConfigError
 from gateway.telemetry import configure_logging
+from gateway.workers import given_socket, run_workers
 
 GRACE_S = 30
 """Streams under way when the gateway is told to stop have this long to end."""
+ENDING_S = 10
+"""And this long what comes after them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,12 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvferry: {error.message}", file=sys.stderr)
         return 2
     configure_logging(settings.log_level)
-    return _serve(settings)
+    own = given_socket()
+    if settings.workers > 1 and own is None:
+        given = sys.argv[1:] if arguments is None else arguments
+        return run_workers(settings.host, settings.port, settings.workers, given, GRACE_S + ENDING_S)
+    return _serve(settings, own)
 
 
-def _serve(settings: Settings) -> int:
+def _serve(settings: Settings, own: socket.socket | None) -> int:
+    """``own``: a socket that is bound already."""
     server = uvicorn.Server(server_config(Gateway(settings), settings.host, settings.port))
-    server.run()
+    server.run(sockets=None if own is None else [own])
     return 0 if server.started else 1
 
 

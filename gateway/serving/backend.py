@@ -98,8 +98,9 @@ class Leg:
         self._budgets = budgets
         self._release = release
         self._read_once = False
+        self._opened: Response | None = None
         self._reading: Response | None = None
-        self._due_at = 0.0
+        self._due_at = self._looks_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._wait: asyncio.Timeout | None = None
         self._silent_since = 0.0
@@ -133,7 +134,9 @@ class Leg:
 
     async def read(self) -> bytes:
         """The next bytes of a stream; empty at its end."""
-        response = await self._response()
+        response = self._opened
+        if response is None:
+            response = self._opened = await self._response()
         if not response.ready:
             live = self._read_once or self.head_budget_s is not None
             self._expect(self._budgets.event_gap_s if live else self._budgets.first_byte_s)
@@ -149,25 +152,29 @@ class Leg:
             raise LegCut(self.instance_id, "The instance's connection ended between events.") from error
 
     def _expect(self, budget_s: float) -> None:
-        """Something must come in time. The timer of the wait before is left as it is: most waits need none of their
-        own, and thousands of them in a second would cost more than the events."""
-        loop = asyncio.get_running_loop()
-        self._silent_since = time.monotonic()
-        self._due_at = loop.time() + budget_s
-        if self._timer is None or self._timer.when() > self._due_at:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = loop.call_at(self._due_at, self._look)
+        """Something must come in time. A timer that is armed already is left as it is: nearly all waits end long
+        before, and one timer for each event would cost as much as the event."""
+        self._silent_since = now = time.monotonic()
+        self._due_at = now + budget_s
+        if self._timer is None or self._looks_at > self._due_at:
+            self._look_at(self._due_at, now)
 
-    def _look(self, again: bool = False) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = None
+    def _look_at(self, due_at: float, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._looks_at = due_at
+        self._timer = asyncio.get_running_loop().call_later(due_at - now, self._look)
+
+    def _look(self) -> None:
+        self._timer, now = None, time.monotonic()
         if self._reading is None:
             return
-        if loop.time() < self._due_at:
-            self._timer = loop.call_at(self._due_at, self._look)
-        elif not again:  # If it is this gateway that stood still, what has come is read in the next turn of the loop.
-            self._timer = loop.call_later(LAST_LOOK_S, self._look, True)
+        if now < self._due_at:
+            self._look_at(self._due_at, now)
+        elif now > self._due_at + STOOD_STILL_S:
+            # It is this gateway that stood still: what has come meanwhile is read before the next look.
+            self._due_at = now
+            self._look_at(now + LAST_LOOK_S, now)
         else:
             self._reading.interrupt(
                 LegTimeout(self.instance_id, "The instance was silent for too long between events.")

@@ -104,7 +104,9 @@ def test_no_text_is_taken_for_a_field(text: str) -> None:
     (item,) = read_run(chat(text, [1, 2]), hide_token_ids=True)
     assert isinstance(item, Tokens)
     assert (item.data, item.token_ids) == (chat(text, None), [1, 2])
-    assert events.with_created_everywhere(item.data * 2, b"9") == item.data.replace(b'"created":1,', b'"created":9,') * 2
+    assert (
+        events.with_created_everywhere(item.data * 2, b"9") == item.data.replace(b'"created":1,', b'"created":9,') * 2
+    )
 
 
 @given(STREAMS, st.lists(st.integers(0, 3000), max_size=8))
