@@ -11,9 +11,9 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from gateway.cluster.members import Instance
 from gateway.config import Budgets
+from gateway.connection import ConnectTimeout
 from gateway.errors import LegNotConnected
 from gateway.serving.backend import Backend, Call
-from gateway.serving.connection import ConnectTimeout
 
 CONNECT_S = 0.05
 INSTANCE = Instance("a", "http://127.0.0.1:9", "boot")

@@ -94,7 +94,7 @@ def _read_event(block: bytes) -> Done | Other | Chunk:
         block=block,
         has_choice=_CHOICE.search(payload) is not None,
         role=_ROLE_DELTA.search(payload) is not None,
-        token_ids=None if ids is None else read_integers(ids[1]),
+        token_ids=None if ids is None else _integers(ids[1]),
         finished=finished,
         usage=_USAGE.search(payload) is not None,
         error=error,
@@ -103,7 +103,7 @@ def _read_event(block: bytes) -> Done | Other | Chunk:
     )
 
 
-def read_integers(text: bytes) -> list[int]:
+def _integers(text: bytes) -> list[int]:
     try:
         ids: list[int] = json.loads(text)
     except ValueError as error:

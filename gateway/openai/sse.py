@@ -48,6 +48,10 @@ class BlockSplitter:
             raise BlockTooLarge(f"an event of more than {self._bytes_max} bytes")
         return blocks
 
+    def is_run(self, data: bytes) -> bool:
+        """Whether ``data`` is whole blocks as it stands. Changes nothing."""
+        return self._lf_only and not self._buffer and data.endswith(b"\n\n") and b"\r" not in data
+
     def run(self, data: bytes) -> bytes | None:
         """The blocks that ``data`` completes, in one piece; ``None``, and nothing done, where CR ends lines too."""
         self._lf_only = self._lf_only and b"\r" not in data

@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
-from urllib.parse import urlsplit
 
 from multidict import CIMultiDictProxy
 
 from gateway import wire
 from gateway.cluster.members import Instance
 from gateway.config import Budgets
+from gateway.connection import ConnectFailed, ConnectTimeout, Pool, Response, Sink
 from gateway.errors import LegCut, LegError, LegNotConnected, LegTimeout, LegUnreachable, ResumeFailed, WholeReply
-from gateway.serving.connection import ConnectFailed, ConnectTimeout, Pool, Response
 
 CONNECTIONS_MAX = 4096
 STOOD_STILL_S = 0.2
@@ -100,6 +99,7 @@ class Leg:
         self._read_once = False
         self._opened: Response | None = None
         self._reading: Response | None = None
+        self._sink: Sink | None = None
         self._due_at = self._looks_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._wait: asyncio.Timeout | None = None
@@ -132,24 +132,31 @@ class Leg:
         response = await self._response()
         return Head(response.status, response.headers)
 
-    async def read(self) -> bytes:
-        """The next bytes of a stream; empty at its end."""
+    async def read(self, sink: Sink | None = None) -> bytes:
+        """The next bytes of a stream that ``sink`` does not take; empty at its end."""
         response = self._opened
         if response is None:
             response = self._opened = await self._response()
         if not response.ready:
             live = self._read_once or self.head_budget_s is not None
             self._expect(self._budgets.event_gap_s if live else self._budgets.first_byte_s)
-            self._reading = response
+            self._reading, self._sink = response, sink
             try:
-                await response.wait()
+                await response.wait(None if sink is None else self._sunk)
             finally:
-                self._reading = None
+                self._reading = self._sink = None
         self._read_once = True
         try:
             return response.take()
         except OSError as error:
             raise LegCut(self.instance_id, "The instance's connection ended between events.") from error
+
+    def _sunk(self, data: bytes) -> bool:
+        if self._sink is None or not self._sink(data):
+            return False
+        self._read_once = True
+        self._expect(self._budgets.event_gap_s)
+        return True
 
     def _expect(self, budget_s: float) -> None:
         """Something must come in time. A timer that is armed already is left as it is: nearly all waits end long
@@ -331,9 +338,8 @@ class Backend:
     async def _ask(
         self, instance: Instance, method: str, path: str, body: bytes, headers: list[tuple[str, str]]
     ) -> Response:
-        target = urlsplit(instance.url).path + path
         typed = [] if any(name == "content-type" for name, _ in headers) else [("content-type", "application/json")]
-        return await self._pool(instance).request(method, target, [*self._headers, *typed, *headers], body)
+        return await self._pool(instance).request(method, path, [*self._headers, *typed, *headers], body)
 
 
 @contextlib.contextmanager

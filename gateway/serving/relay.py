@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 from gateway import wire
@@ -13,7 +14,7 @@ from gateway.config import Budgets, Limits
 from gateway.errors import LegCut, LegError, LegRefused, ResumeFailed, WholeReply
 from gateway.openai import events, sse
 from gateway.openai.events import Chunk, Done, Other
-from gateway.openai.tokens import RunItem, Tokens, read_run
+from gateway.openai.tokens import RunItem, Tokens, read_run, read_tokens
 from gateway.serving.backend import Head, Leg, Resumption
 from gateway.serving.prebound import Prebound
 from gateway.serving.reply import Reply
@@ -83,6 +84,7 @@ class Relay:
 
     async def _stream(self, leg: Leg, head: Head, session: Session, prebound: Prebound, reply: Reply) -> Outcome:
         splitter = sse.BlockSplitter()
+        sink = partial(self._pass_at_once, splitter, leg, session, reply)
         data = await self._first_bytes(leg, head, reply)
         while data:
             try:
@@ -92,7 +94,7 @@ class Relay:
             outcome = await self._pass_on(items, leg, head, session, prebound, reply)
             if outcome is not None:
                 return outcome
-            data = await leg.read()
+            data = await leg.read(sink)
         if (last := events.completed(splitter.rest())) is not None:
             outcome = await self._pass_on(list(events.read_block(last)), leg, head, session, prebound, reply)
             if outcome is not None:
@@ -100,6 +102,17 @@ class Relay:
         if session.is_complete:
             return await self._end(sse.DONE, 0, session, head, reply)
         raise LegCut(leg.instance_id, "The instance's stream ended before its reply was complete.")
+
+    def _pass_at_once(self, splitter: sse.BlockSplitter, leg: Leg, session: Session, reply: Reply, data: bytes) -> bool:
+        """Most of a stream: whole token events, for a client that takes them. No task has to wake for those."""
+        if not reply.can_write or session.finished or not splitter.is_run(data):
+            return False
+        if (tokens := read_tokens(data, not session.body.wants_token_ids)) is None:
+            return False
+        shown = self._show_tokens(tokens, leg, session)
+        session.sent(tokens.events, time.monotonic())
+        reply.write_at_once(shown)
+        return True
 
     async def _first_bytes(self, leg: Leg, head: Head, reply: Reply) -> bytes:
         """A stream may fail right after its head; after a short grace the client gets the status and waits on."""
@@ -123,7 +136,7 @@ class Relay:
                 case Tokens():
                     if not (session.finished and leg.resumption is not None):  # Else it says again: see _show.
                         out.append(self._show_tokens(item, leg, session))
-                        count += item.count
+                        count += item.events
                 case Chunk(failure=int() as status):
                     await self._write(out, count, session, head, reply)
                     return Lost(_failed_within(leg.instance_id, item, status))

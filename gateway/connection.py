@@ -1,4 +1,4 @@
-"""A lean HTTP/1.1 client for the token path: llhttp on the loop's own transports, and nothing else on the way.
+"""A lean HTTP/1.1 client for replies that stream: llhttp on the loop's own transports, and nothing else on the way.
 
 A general client spends more on an event than all else here together (ARCHITECTURE.md has the figures). This one sends
 a body that it has whole, and hands on the reply's bytes as they come: no redirects, no cookies, no proxies, no
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -23,6 +23,10 @@ UNFRAMED_BYTES_MAX = 64 * 1024
 """Of a head, of trailers, or of anything else in which no body comes."""
 PIECE_BYTES = 256 * 1024
 """Of a large body between two turns of the loop, so that it does not hold up everyone else's stream."""
+
+
+Sink = Callable[[bytes], bool]
+"""Takes what has come at once, within the callback of the loop; or takes nothing, and answers False."""
 
 
 class ConnectFailed(OSError):
@@ -49,20 +53,22 @@ class Response:
         self._ended = False
         self._error: OSError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
 
     @property
     def ready(self) -> bool:
         """Whether ``take`` has something to say."""
         return bool(self._parts) or self._ended or self._error is not None
 
-    async def wait(self) -> None:
-        """Until it is ready, or interrupted."""
+    async def wait(self, sink: Sink | None = None) -> None:
+        """Until it is ready, or interrupted. ``sink`` is asked first what comes meanwhile: what it takes is not seen
+        here, and the wait goes on."""
         if not self.ready:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter, self._sink = asyncio.get_running_loop().create_future(), sink
             try:
                 await self._waiter
             finally:
-                self._waiter = None
+                self._waiter = self._sink = None
 
     def take(self) -> bytes:
         """All that has come; empty at the end of the reply. Raises :class:`ConnectionEnded` once all is read."""
@@ -106,7 +112,12 @@ class Response:
             self._error, self._connection = error, None
 
     def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._sink is not None and len(self._parts) == 1 and self._sink(self._parts[0]):
+            self._parts.clear()
+            self._size = 0
+        if self.ready:
             self._waiter.set_result(None)
 
 
@@ -269,6 +280,7 @@ class Pool:
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._netloc = parts.netloc
+        self._base = parts.path.rstrip("/")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._connect_s = connect_s
         self._keep_alive_s = keep_alive_s
@@ -279,7 +291,7 @@ class Pool:
 
     async def request(self, method: str, target: str, headers: Iterable[tuple[str, str]], body: bytes) -> Response:
         """Raises :class:`ConnectFailed`, :class:`ConnectTimeout` and :class:`ConnectionEnded`."""
-        lines = [f"{method} {target} HTTP/1.1", f"host: {self._netloc}"]
+        lines = [f"{method} {self._base}{target} HTTP/1.1", f"host: {self._netloc}"]
         lines += [f"{name}: {value}" for name, value in headers]
         text = "\n".join(lines)
         assert text.count("\n") == len(lines) - 1, "an injected line"
