@@ -159,7 +159,7 @@ class Bench:
         load = MODES[mode]
         await asyncio.sleep(REST_S)
         assert proxy.process is not None
-        return await self.client.measure(
+        figures = await self.client.measure(
             Load(
                 url=proxy.url + ROUTE,
                 pid=proxy.process.pid,
@@ -169,6 +169,8 @@ class Bench:
                 **asdict(load),
             )
         )
+        proxy.process.require_running()
+        return figures
 
 
 async def collect(bench: Bench, plan: Plan) -> list[Run]:
