@@ -159,8 +159,8 @@ class Slot(asyncio.Protocol):
             window.events += len(stamps)
             if len(window.token_ns) < SAMPLES_MAX:
                 window.token_ns += [now_ns - int(stamp) for stamp in stamps]
-            if self._first:
-                window.ttft_ns.append(now_ns - self._asked_ns)
+        if self._first and (window.open or self._load.tokens_per_s):  # Paced streams begin while it warms up.
+            window.ttft_ns.append(now_ns - self._asked_ns)
         self._first = False
         if self._load.leave_every and self._number % self._load.leave_every == 0:
             self._window.ended()
