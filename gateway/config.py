@@ -20,6 +20,8 @@ from gateway.policy.decide import Policy
 from gateway.policy.migration import MigrationSettings
 from gateway.shutdown import ShutdownSettings
 
+WORKERS_MAX = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
@@ -89,6 +91,8 @@ class Settings:
     redis_url: str = "redis://127.0.0.1:6379/0"
     host: str = "127.0.0.1"
     port: int = 8000
+    workers: int = 1
+    """Processes on this port, each a gateway of its own: see workers.py."""
     admin_key: str = ""
     """Empty: the admin routes answer 401 to everyone."""
     api_keys: tuple[str, ...] = ()
@@ -120,6 +124,7 @@ class Settings:
 FLAGS: tuple[tuple[str, str, str, str], ...] = (
     ("--host", "KVFERRY_HOST", "127.0.0.1", "address to listen on"),
     ("--port", "KVFERRY_PORT", "8000", "port to listen on"),
+    ("--workers", "KVFERRY_WORKERS", "1", "processes that share the port, each a replica of the gateway"),
     ("--instances", "KVFERRY_INSTANCES", "", "base URLs of the vLLM servers, comma-separated"),
     ("--redis-url", "KVFERRY_REDIS_URL", "redis://127.0.0.1:6379/0", "where the cluster's state is kept"),
     ("--secret", "KVFERRY_SECRET", "", "secret shared with the llumlets"),
@@ -187,6 +192,7 @@ def read_settings(flags: argparse.Namespace, environment: Mapping[str, str]) -> 
         redis_url=values["KVFERRY_REDIS_URL"],
         host=values["KVFERRY_HOST"],
         port=int(_number("KVFERRY_PORT", values["KVFERRY_PORT"], whole=True)),
+        workers=int(_number("KVFERRY_WORKERS", values["KVFERRY_WORKERS"], whole=True)),
         admin_key=values["KVFERRY_ADMIN_KEY"],
         api_keys=_items(values["KVFERRY_API_KEYS"]),
         keys_file=values["KVFERRY_KEYS_FILE"],
@@ -218,6 +224,8 @@ def _check(settings: Settings) -> None:
         raise ConfigError("KVFERRY_INSTANCES (--instances) is empty: give at least one URL, http://host:port.")
     if not 0 <= settings.port <= 65535:
         raise ConfigError(f"KVFERRY_PORT (--port) must be between 0 and 65535, not {settings.port}.")
+    if not 1 <= settings.workers <= WORKERS_MAX:
+        raise ConfigError(f"KVFERRY_WORKERS (--workers) must be between 1 and {WORKERS_MAX}, not {settings.workers}.")
     if urlsplit(settings.redis_url).scheme not in ("redis", "rediss", "unix"):
         raise ConfigError("KVFERRY_REDIS_URL (--redis-url) must begin with redis://, rediss:// or unix://.")
     if not settings.api_keys and not settings.named_keys and not _is_loopback(settings.host):

@@ -30,6 +30,11 @@ class ShutdownSettings:
     """After SIGTERM. SIGINT, from a terminal, closes the door at once."""
     grace_s: float = 30.0
 
+    @property
+    def ends_s(self) -> float:
+        """When the last words to clients are said, after SIGTERM."""
+        return max(self.accept_s, self.grace_s) + LAST_WORDS_S
+
 
 class Closing(Protocol):
     """What the gateway has to do with it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import types
 import typing
 from dataclasses import dataclass
@@ -48,6 +49,12 @@ class PriorityClass(enum.IntEnum):
 
 class WireError(ValueError):
     """A message that does not have the agreed shape."""
+
+
+@functools.cache
+def _hints(message: type) -> dict[str, Any]:
+    """Making them anew took most of the time that a report takes."""
+    return typing.get_type_hints(message)
 
 
 def _check(value: Any, kind: Any, name: str) -> Any:
@@ -95,7 +102,7 @@ class Message:
     def from_json(cls, value: Any) -> Self:
         if not isinstance(value, dict):
             raise WireError(f"{cls.__name__} must be an object")
-        hints = typing.get_type_hints(cls)
+        hints = _hints(cls)  # type: ignore[arg-type]
         fields: dict[str, Any] = {}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             if field.name in value:

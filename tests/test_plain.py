@@ -149,7 +149,7 @@ async def test_another_start_of_the_process_is_another_instance_with_a_pool_of_i
         await until(lambda: running.gateway.members.all()[0].instance != before.instance)
         assert (await running.chat()).status_code == 200
         assert running.gateway.backend._pools[name(fake)][1] is not pool
-        await until(lambda: pool.closed)
+        await until(lambda: pool._closed)
 
 
 @pytest.mark.parametrize("page", [None, "<html>vllm:num_requests_running 0</html>", "x 1\n"])

@@ -87,5 +87,5 @@ def held_bytes(running: Running) -> int:
     for leg in running.gateway.backend.legs():
         opened = leg._opening.result()
         assert not isinstance(opened, Exception)
-        held += opened.content._size
+        held += opened._size
     return held

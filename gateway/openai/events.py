@@ -166,6 +166,11 @@ def with_created(block: bytes, value: bytes) -> bytes:
     return block[: found.start(1)] + value + block[found.end(1) :]
 
 
+def with_created_everywhere(run: bytes, value: bytes) -> bytes:
+    """The same for several events of one leg."""
+    return _CREATED.sub(rb'"created":' + value, run)
+
+
 def completed(rest: bytes) -> bytes | None:
     """A last event whose blank line did not come, completed; ``None`` for the stump of one."""
     payload = sse.data(rest)

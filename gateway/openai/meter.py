@@ -40,10 +40,14 @@ class Meter:
         if usage:
             self.total_tokens = _total(block)
 
+    def generated(self, events: int, tokens: int) -> None:
+        """Events that say tokens, and nothing else."""
+        self._events += events
+        self.output_tokens += tokens
+
     def passed(self, data: bytes, events: int) -> None:
         """Events of a stream that is passed on unread: no more than a token each, unless they say what it took."""
-        self._events += events
-        self.output_tokens += events
+        self.generated(events, events)
         if b'"usage"' not in data:
             return
         if (opening := _OPENING.search(data)) is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Generator, Iterable, MutableMapping
 from typing import Any
 
 from gateway import wire
@@ -43,6 +44,7 @@ class Reply:
         self.before_end: Callable[[], Awaitable[None]] | None = None
         """Called once, before the client can know that it has the whole reply."""
         self.meter = Meter()
+        self._unfinished: asyncio.Future[None] | None = None
 
     async def start_stream(self, headers: Iterable[tuple[str, str]]) -> None:
         """Does nothing the second time: a stream that moves has been started already."""
@@ -52,7 +54,31 @@ class Reply:
             await self.start(200, [*kept, *STREAM_HEADERS])
 
     async def write(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._settle()
+        await self._send(_body(data))
+
+    @property
+    def can_write(self) -> bool:
+        """Whether ``write_at_once`` may be called."""
+        return self.started and (self._unfinished is None or self._unfinished.done())
+
+    def write_at_once(self, data: bytes) -> None:
+        """The same without a task to wait in.
+
+        The server's ``send`` waits only while a client is slow. Then a task of its own waits with it, and until that
+        is done nothing more can be written in this way.
+        """
+        sending = self._send(_body(data)).__await__()
+        try:
+            waits_for = next(sending)
+        except StopIteration:
+            return
+        self._unfinished = asyncio.ensure_future(_finish(_Rest(waits_for, sending)))
+
+    async def _settle(self) -> None:
+        if self._unfinished is not None:
+            unfinished, self._unfinished = self._unfinished, None
+            await unfinished
 
     async def ending(self) -> None:
         before_end, self.before_end = self.before_end, None
@@ -60,6 +86,7 @@ class Reply:
             await before_end()
 
     async def end(self) -> None:
+        await self._settle()
         await self.ending()
         self.ended = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -93,7 +120,7 @@ class Reply:
 
     async def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
         assert not self.started
-        # The way back from aiohttp's decoding: an instance's header may hold bytes that are no text.
+        # The way back from connection.py's decoding: an instance's header may hold bytes that are no text.
         said = (*headers, *self.more_headers)
         lines = [(name.lower().encode(), value.encode("utf-8", "surrogateescape")) for name, value in said]
         if self._request_id is not None:
@@ -101,3 +128,23 @@ class Reply:
             lines.append((wire.OWN_REQUEST_ID_HEADER.encode(), self._request_id.encode()))
         self.started, self.status = True, status
         await self._send({"type": "http.response.start", "status": status, "headers": lines})
+
+
+def _body(data: bytes) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": True}
+
+
+async def _finish(rest: _Rest) -> None:
+    await rest
+
+
+class _Rest:
+    """What is left of an awaitable that has been begun without a task: it waits for ``waits_for``, and then goes on."""
+
+    def __init__(self, waits_for: Any, rest: Generator[Any, Any, None]) -> None:
+        self._waits_for = waits_for
+        self._rest = rest
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield self._waits_for
+        yield from self._rest

@@ -16,6 +16,7 @@ from gateway.cluster.store import Owner
 from gateway.openai.body import GenerateBody
 from gateway.openai.events import Chunk
 from gateway.openai.meter import Meter
+from gateway.openai.tokens import Tokens
 from gateway.policy.view import ModelGroup
 from gateway.serving.backend import Call
 from gateway.serving.visit import Visit
@@ -103,6 +104,11 @@ class Session:
         self.usage_sent |= says_usage
         tokens = len(chunk.token_ids) if chunk.token_ids is not None else int(chunk.has_choice and not chunk.role)
         self.meter.event(chunk.block, tokens, usage=says_usage)
+
+    def take_tokens(self, tokens: Tokens) -> None:
+        """The same for events that say nothing else."""
+        self.output_token_ids += tokens.token_ids
+        self.meter.generated(tokens.events, len(tokens.token_ids))
 
     def expected_tokens(self, said: int) -> int:
         """The number of tokens that the next leg must follow on: our own count, where we have one."""
