@@ -13,8 +13,6 @@ _TOTAL = re.compile(_USAGE + rb'"total_tokens"\s*:\s*(\d{1,15})')
 _INPUT_OUTPUT = re.compile(
     _USAGE + rb'"input_tokens"\s*:\s*(\d{1,15})(?:[^{}]|\{[^{}]*\})*?"output_tokens"\s*:\s*(\d{1,15})'
 )
-_OPENING = re.compile(_USAGE + rb'"input_tokens"\s*:\s*(\d{1,15})(?:[^{}]|\{[^{}]*\})*?"output_tokens"\s*:\s*0\b')
-"""Anthropic's first event of a message."""
 EVENTS_WITH_PROMPT = 4
 """An instance tells the prompt's token ids in its first event or in the one after the role."""
 
@@ -50,10 +48,12 @@ class Meter:
         self.generated(events, events)
         if b'"usage"' not in data:
             return
-        if (opening := _OPENING.search(data)) is not None:
-            self.prompt_tokens = int(opening[1])
-        elif (total := _total(data)) is not None:
-            self.total_tokens = total
+        if totals := _TOTAL.findall(data):
+            self.total_tokens = int(totals[-1])
+        elif pairs := _INPUT_OUTPUT.findall(data):
+            self.prompt_tokens, output_tokens = map(int, pairs[-1])
+            if output_tokens:  # Anthropic's first event has 0.
+                self.total_tokens = self.prompt_tokens + output_tokens
 
     def restart(self) -> None:
         """What a lost leg had generated before anything reached the client."""

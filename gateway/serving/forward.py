@@ -6,7 +6,6 @@ another instance, if doing it twice changes nothing; afterwards the reply ends w
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import re
@@ -34,15 +33,14 @@ from gateway.openai.dialects import Dialect
 from gateway.serving.backend import Backend, Call, Head, Leg
 from gateway.serving.deadline import Deadlines
 from gateway.serving.dispatch import Dispatcher
+from gateway.serving.relay import first_bytes
 from gateway.serving.reply import Reply
+from gateway.serving.serve import DEATHS_MAX, LOSSES_MAX
 from gateway.serving.visit import Visit
 from gateway.serving.waiting import Waiting
 from gateway.telemetry import log
 from gateway.wire import is_identifier
 
-DEATHS_MAX = 2
-LOSSES_MAX = 4
-"""Both as in serve.py."""
 WHOLE_BYTES_MAX = 4 * 1024 * 1024
 """A reply of a kind that we do not read is held back up to this size, so that it comes whole or not at all."""
 
@@ -234,7 +232,7 @@ class _Passing:
             raise LegError(leg.instance_id, message, instance_at_fault=False)
         if whole.status < 300:
             await self._keep(whole.body, leg)
-            self._reply.visit.tokens = events.completion_tokens(whole.body)
+            self._count_tokens(whole.body)
         body = events.hide_transfers(whole.body)
         self.bytes_sent += len(body)
         await self._reply.whole(type(whole)(whole.status, whole.headers, body))
@@ -242,7 +240,7 @@ class _Passing:
     async def _stream(self, leg: Leg, head: Head) -> None:
         splitter = sse.BlockSplitter()
         try:
-            data = await self._first_bytes(leg, head)
+            data = await first_bytes(leg, head, self._reply, self._budgets.header_grace_s)
             while data:
                 await self._pass_on(splitter.feed(data), leg, head)
                 data = await leg.read()
@@ -258,17 +256,6 @@ class _Passing:
         await self._reply.start_stream(head.end_to_end())
         await self._reply.end()
 
-    async def _first_bytes(self, leg: Leg, head: Head) -> bytes:
-        """A stream may fail right after its head; after a short grace the client gets the status and waits on."""
-        reading = asyncio.ensure_future(leg.read())
-        try:
-            await asyncio.wait({reading}, timeout=self._budgets.header_grace_s)
-            if not reading.done():
-                await self._reply.start_stream(head.end_to_end())
-            return await reading
-        finally:
-            reading.cancel()
-
     async def _pass_on(self, blocks: list[bytes], leg: Leg, head: Head) -> None:
         if not blocks:
             return
@@ -279,9 +266,7 @@ class _Passing:
         if _ERROR_EVENT.search(data) is not None:
             self._reply.broken = True
         if b'"usage"' in data:
-            self._reply.visit.tokens = events.completion_tokens(data)
-        if not self.bytes_sent:
-            self._reply.visit.first_event(time.monotonic())
+            self._count_tokens(data)
         self._reply.meter.passed(data, len(blocks))
         self._complete = self._complete or _LAST_EVENT[self._forward.dialect].search(data) is not None
         if self._complete:
@@ -289,6 +274,11 @@ class _Passing:
         await self._reply.start_stream(head.end_to_end())
         self.bytes_sent += len(data)
         await self._reply.write(data)
+
+    def _count_tokens(self, data: bytes) -> None:
+        """A look at a reply that was made before makes none."""
+        if self._forward.call.body:
+            self._reply.visit.tokens = events.completion_tokens(data)
 
     async def _raw(self, leg: Leg, head: Head) -> None:
         """Of a kind and size that are not read. Cut short, it ends with the connection."""

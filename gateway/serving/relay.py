@@ -86,7 +86,7 @@ class Relay:
     async def _stream(self, leg: Leg, head: Head, session: Session, prebound: Prebound, reply: Reply) -> Outcome:
         splitter = sse.BlockSplitter()
         sink = partial(self._pass_at_once, splitter, leg, session, reply)
-        data = await self._first_bytes(leg, head, reply)
+        data = await first_bytes(leg, head, reply, self._budgets.header_grace_s)
         while data:
             try:
                 items = _items(splitter, data, session)
@@ -114,17 +114,6 @@ class Relay:
         session.sent(tokens.events, time.monotonic())
         reply.write_at_once(shown)
         return True
-
-    async def _first_bytes(self, leg: Leg, head: Head, reply: Reply) -> bytes:
-        """A stream may fail right after its head; after a short grace the client gets the status and waits on."""
-        reading = asyncio.ensure_future(leg.read())
-        try:
-            await asyncio.wait({reading}, timeout=self._budgets.header_grace_s)
-            if not reading.done():
-                await reply.start_stream(head.end_to_end())
-            return await reading
-        finally:
-            reading.cancel()
 
     async def _pass_on(
         self, items: list[RunItem], leg: Leg, head: Head, session: Session, prebound: Prebound, reply: Reply
@@ -203,6 +192,18 @@ class Relay:
         session.end("failed" if session.outcome == "failed" else "done")
         await reply.end()
         return Ended()
+
+
+async def first_bytes(leg: Leg, head: Head, reply: Reply, grace_s: float) -> bytes:
+    """A stream may fail right after its head; after a short grace the client gets the status and waits on."""
+    reading = asyncio.ensure_future(leg.read())
+    try:
+        await asyncio.wait({reading}, timeout=grace_s)
+        if not reading.done():
+            await reply.start_stream(head.end_to_end())
+        return await reading
+    finally:
+        reading.cancel()
 
 
 def _items(splitter: sse.BlockSplitter, data: bytes, session: Session) -> list[RunItem]:
