@@ -13,7 +13,7 @@ LAYERS = {
     # What each part of the gateway may import of it.
     "policy": {"policy"},
     "openai": {"openai", "wire", "errors"},
-    "cluster": {"cluster", "connection", "policy", "wire", "errors", "telemetry"},
+    "cluster": {"cluster", "policy", "wire", "errors", "telemetry"},
     "serving": {"serving", "openai", "cluster", "connection", "policy", "wire", "errors", "telemetry", "config"},
     "scheduler": {"scheduler", "cluster", "policy", "wire", "errors", "telemetry"},
     "connection": set[str](),
