@@ -13,7 +13,7 @@ LAYERS = {
     # What each part of the gateway may import of it.
     "policy": {"policy"},
     "openai": {"openai", "wire", "errors"},
-    "cluster": {"cluster", "connection", "policy", "wire", "errors", "telemetry", "counters"},
+    "cluster": {"cluster", "policy", "wire", "errors", "telemetry", "counters"},
     "serving": {
         *("serving", "openai", "cluster", "policy", "wire", "errors"),
         *("connection", "telemetry", "config", "counters", "tracing"),

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Iterator
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx
 
 from gateway import wire
-from gateway.connection import ConnectionEnded, Pool
 from gateway.errors import LlumletRefused, LlumletTimeout, LlumletUnreachable
-
-T = TypeVar("T")
 
 MIGRATE_TIMEOUT_S = 60.0
 METRICS_BYTES_MAX = 8 * 1024 * 1024
 KEEP_ALIVE_S = 3.0
 """Less than uvicorn's five seconds, so that no request meets a connection that the instance is just closing."""
-REPORT_BYTES_MAX = 1024 * 1024
 REPORT_GAP_S = 15.0
 """Reports come ten times a second, save during a long engine step: after this time the connection is dead."""
 
@@ -28,11 +23,9 @@ REPORT_GAP_S = 15.0
 class LlumletClient:
     def __init__(self, secret: str, upstream_api_key: str, timeout_s: float) -> None:
         """The secret goes on the llumlet's routes alone: an instance without the plugin is not told it."""
-        self._timeout_s = timeout_s
         headers = {"authorization": f"Bearer {upstream_api_key}"} if upstream_api_key else {}
-        self._headers = headers | {wire.SECRET_HEADER: secret}
         self._stock = _client(headers, timeout_s)
-        self._http = _client(self._headers, timeout_s)
+        self._http = _client(headers | {wire.SECRET_HEADER: secret}, timeout_s)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -87,21 +80,14 @@ class LlumletClient:
     async def reports(self, url: str) -> AsyncIterator[wire.Report]:
         """Ends when the instance ends it; raises when the connection is cut."""
         with _mapped(url):
-            # Ten a second from each instance: httpx would take more of this process than a hundred token streams.
-            pool = Pool(url, connections_max=1, connect_s=self._timeout_s, keep_alive_s=0.0)
-            with contextlib.closing(pool):
-                response = await _answered(pool.request("GET", "/llumlet/reports", self._headers.items(), b""))
-                rest = b""
-                while data := await _answered(response.readany()):
-                    *lines, rest = (rest + data).split(b"\n")
-                    if response.status >= 300 or len(rest) > REPORT_BYTES_MAX:
-                        _check(httpx.Response(response.status, content=rest))
-                        raise ValueError("a report without an end")
-                    for line in lines:
-                        if line.strip():
-                            yield wire.Report.from_json(json.loads(line))
-                if response.status >= 300:
-                    _check(httpx.Response(response.status))
+            timeout = httpx.Timeout(REPORT_GAP_S)
+            async with self._http.stream("GET", f"{url}/llumlet/reports", timeout=timeout) as response:
+                if response.is_error:
+                    await response.aread()
+                _check(response)
+                async for line in response.aiter_lines():
+                    if line.strip():
+                        yield wire.Report.from_json(json.loads(line))
 
     async def pair(self, url: str, pairing: wire.Pairing) -> None:
         with _mapped(url):
@@ -125,20 +111,13 @@ def _client(headers: dict[str, str], timeout_s: float) -> httpx.AsyncClient:
     return httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(timeout_s), limits=limits, trust_env=False)
 
 
-async def _answered(awaitable: Awaitable[T]) -> T:
-    async with asyncio.timeout(REPORT_GAP_S):
-        return await awaitable
-
-
 @contextlib.contextmanager
 def _mapped(url: str) -> Iterator[None]:
     try:
         yield
-    except (httpx.ReadTimeout, httpx.ReadError, httpx.RemoteProtocolError, ConnectionEnded) as error:
+    except (TimeoutError, httpx.ReadTimeout, httpx.ReadError, httpx.RemoteProtocolError) as error:
         raise LlumletTimeout(f"{url}: no answer: {error or type(error).__name__}") from error
-    except TimeoutError as error:
-        raise LlumletTimeout(f"{url}: no answer in time") from error
-    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise LlumletUnreachable(f"{url}: {error or type(error).__name__}") from error
     except (ValueError, KeyError, TypeError) as error:  # Not JSON, or not of the agreed shape.
         raise LlumletUnreachable(f"{url}: unexpected answer: {error}") from error

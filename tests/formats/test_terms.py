@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from gateway.errors import BadRequest
-from gateway.openai.body import GenerateBody, read_body
+from gateway.openai.body import GenerateBody, read_body, read_forward_body
 from gateway.openai.caps import Caps, read_caps
 from gateway.openai.meter import Meter
-from gateway.openai.terms import Estimate, Terms
+from gateway.openai.terms import Estimate, Terms, Work
 from gateway.wire import PriorityClass
 
 HIGH, NORMAL, LOW = PriorityClass.HIGH, PriorityClass.NORMAL, PriorityClass.LOW
@@ -168,7 +168,11 @@ def test_tokens_are_estimated_from_the_size_of_the_body_and_from_what_it_asks_fo
     assert body(messages=[], max_completion_tokens=7, max_tokens=9).asked.estimate.output == 7
     assert body(prompt=["x", "y"], max_tokens=5).asked.estimate.output == 10
     assert body(messages=[]).asked.estimate.output > 0
-    assert body(input="x").asked.estimate.output == 0
+    batch = [[{"role": "user", "content": "x"}]] * 2
+    assert body(messages=batch, max_tokens=5).asked.estimate.output == 10
+    raw = b'{"input": "' + b"x" * 400 + b'", "messages": []}'
+    estimates = [read_forward_body(raw, Terms(work=work)).asked.estimate for work in Work]
+    assert [(one.prompt >= 100, one.output > 0) for one in estimates] == [(True, True), (True, False), (False, False)]
 
 
 ESTIMATE = Estimate(100, 50)
