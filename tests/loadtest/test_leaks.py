@@ -52,11 +52,12 @@ def test_a_connection_of_this_process_is_seen_while_it_is_open() -> None:
 def test_more_connections_than_pools_keep_are_a_leak() -> None:
     before = {"gateway": Footprint({"established": 6}, 0, 0)}
     idle = {"gateway": Footprint({"established": 6 + IDLE_CONNECTIONS_MAX}, 0, 0)}
-    too_many = 7 + IDLE_CONNECTIONS_MAX
-    leaking = {"gateway": Footprint({"established": too_many}, 0, 0)}
+    leaking = {"gateway": Footprint({"established": 7 + IDLE_CONNECTIONS_MAX}, 0, 0)}
     forgotten = {"gateway": Footprint({"established": 6, "close_wait": 1}, 0, 0)}
     assert growth(before, idle) == []
-    assert growth(before, leaking) == [f"gateway has {too_many} connections in state established, and had 6"]
+    assert growth(before, leaking) == [
+        f"gateway has {7 + IDLE_CONNECTIONS_MAX} connections in state established, and had 6"
+    ]
     assert growth(before, forgotten) == ["gateway has 1 connections in state close_wait, and had 0"]
 
 
