@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from loadtest.client import Client, Reply
+from loadtest.client import ATTEMPTS_MAX, Client, Reply
 from loadtest.stack import Instance, Stack
 from tests.vllm.fault_proxy import HandshakeProxy
 from tests.vllm.test_failures import Moving
@@ -104,7 +104,7 @@ async def test_a_killed_source_costs_no_token_of_what_it_was_sending_and_of_what
 ) -> None:
     """Two streams on a when it gets SIGKILL: one in mid-stage on its way to b, one that came from b before."""
     client = lone_client
-    arrived_body = {**BODY, "prompt": "Came from b"}
+    arrived_body = {**BODY, "prompt": "Came from b", "max_tokens": 1000}
     alone = await client.run(COMPLETIONS, **BODY)
     arrived_alone = await client.run(COMPLETIONS, **arrived_body)
     await client.wait_until_empty(3.0)
@@ -115,8 +115,7 @@ async def test_a_killed_source_costs_no_token_of_what_it_was_sending_and_of_what
         return answer
 
     async with HandshakeProxy(client.stack.instance("b").url).running() as proxy:
-        arrived = asyncio.create_task(client.run(COMPLETIONS, move_at=[40], start_on="b", **arrived_body))
-        await running_on(client, "a")
+        arrived = await arrived_on_a(client, arrived_body)
         proxy.faults["stage"] = kill_source
         moving = Moving(client, proxy, BODY)
         reply, _ = await asyncio.gather(moving.stream(), moving.order(), return_exceptions=True)
@@ -134,11 +133,27 @@ async def test_a_killed_source_costs_no_token_of_what_it_was_sending_and_of_what
             await asyncio.sleep(0.1)
 
 
+async def arrived_on_a(client: Client, body: dict[str, Any]) -> asyncio.Task[Reply]:
+    """A stream that began on b and decodes on a. On a busy machine it may end before its move does."""
+    for _ in range(ATTEMPTS_MAX):
+        stream = asyncio.create_task(client.run(COMPLETIONS, move_at=[40], start_on="b", **body))
+        while not stream.done():
+            if await decodes_on(client, "a"):
+                return stream
+            await asyncio.sleep(0.01)
+        reply = await stream
+    raise AssertionError(f"{ATTEMPTS_MAX} streams, and none moved in time: {reply.outcomes()}")
+
+
 async def running_on(client: Client, instance_id: str) -> None:
     """Until the instance decodes a request."""
     async with asyncio.timeout(30):
-        while not any(request["output_tokens"] for request in (await client.status(instance_id))["requests"]):
+        while not await decodes_on(client, instance_id):
             await asyncio.sleep(0.01)
+
+
+async def decodes_on(client: Client, instance_id: str) -> bool:
+    return any(request["output_tokens"] for request in (await client.status(instance_id))["requests"])
 
 
 async def known_healthy(client: Client) -> list[str]:
