@@ -81,12 +81,14 @@ class Workers:
         self._end_s = end_s
         self._ending: signal.Signals | None = None
         self._started_at = [0.0] * len(sockets)
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._pipe, self._pipe_end = os.pipe()
 
     def run(self) -> int:
         before = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM)}
-        processes = [self._start(index) for index in range(len(self._sockets))]
+        processes = self._processes
         try:
+            processes += [self._start(index) for index in range(len(self._sockets))]
             while self._ending is None:
                 for index, process in enumerate(processes):
                     if (status := process.poll()) is None:
@@ -113,6 +115,10 @@ class Workers:
         return subprocess.Popen(self._command, env=environment, pass_fds=given, process_group=0)
 
     def _end(self, number: int, _: FrameType | None) -> None:
+        """A second signal is for the workers at once."""
+        if self._ending is not None:
+            for process in self._processes:
+                process.send_signal(number)
         self._ending = signal.Signals(number)
 
     def _end_all(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -185,6 +185,7 @@ async def test_what_is_passed_on_is_counted_by_its_route_and_what_it_came_to(sta
         a.script = cuts
         await post(running, "/v1/responses", input="x", stream=True)
         await running.client.get("/v1/responses/resp_2")
+        await until(lambda: running.gateway.counters.get("requests") == 4)
         found = await read(running)
         route = "/v1/responses/{response_id}"
         assert found[f"kvferry_requests_total{{model={MODEL},outcome=2xx,route=/v1/responses}}"] == 1

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from gateway.telemetry import configure_logging, log, logger
+from gateway.wire import OWN_REQUEST_ID_HEADER
 from tests.conftest import ADMIN_KEY, StartGateway, chat_body, until
 from tests.fake_instance import MODEL, Exchange, error_body, instances
 from tests.scripts import answers, in_turn, loses_after, starts_and_waits
@@ -52,7 +53,7 @@ async def test_a_request_is_one_line_when_it_ends(
         "level": "info",
         "logger": "kvferry",
         "event": "access",
-        "request": response.headers["x-request-id"],
+        "request": response.headers[OWN_REQUEST_ID_HEADER],
         "client_id": "mine1",
         "key": "-",
         "method": "POST",

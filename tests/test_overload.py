@@ -91,7 +91,7 @@ async def test_a_client_that_leaves_gives_up_its_place_among_those_who_wait(star
         assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
         waiting.cancel()
         await asyncio.wait({waiting})
-        await until(lambda: running.gateway.counters.get("clients_gone") == 1)
+        await until(lambda: running.gateway.counters.get("requests", outcome="client_gone") == 1)
         second = asyncio.create_task(running.chat())
         await until(lambda: running.gateway.counters.get("requests_waited") == 2)
         a.draining = False

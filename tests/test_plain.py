@@ -154,8 +154,9 @@ async def test_another_start_of_the_process_is_another_instance_with_a_pool_of_i
 
 @pytest.mark.parametrize("page", [None, "<html>vllm:num_requests_running 0</html>", "x 1\n"])
 async def test_a_server_of_unknown_load_never_comes_before_one_with_room(
-    page: str | None, start_gateway: StartGateway
+    page: str | None, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("gateway.serving.dispatch.TRICKLE_S", 600.0)
     async with (
         stock(page) as unknown,
         stock(metrics_page(running=5, kv_usage=0.5)) as known,

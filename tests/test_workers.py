@@ -52,6 +52,7 @@ async def test_workers_share_a_port_and_one_of_them_leads(redis_url: str, tmp_pa
             "KVFERRY_REDIS_URL": redis_url,
             "KVFERRY_ADMIN_KEY": ADMIN_KEY,
             "KVFERRY_PORT": str(port),
+            "KVFERRY_SHUTDOWN_ACCEPT_S": "0",
         }
         command = [sys.executable, "-m", "gateway", "serve", "--workers", "2"]
         process = ManagedProcess("gateway", command, log=tmp_path / "gateway.log", environment=environment)

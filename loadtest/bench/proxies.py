@@ -61,6 +61,7 @@ def start_kvferry(name: str, place: Place) -> Proxy:
         "KVFERRY_INSTANCES": place.mock_url,
         "KVFERRY_HOST": HOST,
         "KVFERRY_PORT": str(place.port),
+        "KVFERRY_SHUTDOWN_ACCEPT_S": "0",
         "KVFERRY_WORKERS": workers,
     }
     command = [sys.executable, "-m", "gateway", "serve"]
