@@ -321,5 +321,5 @@ def _mapped(instance_id: str, when: str) -> Iterator[None]:
         raise LegNotConnected(instance_id, "The instance could not be reached in time.") from error
     except TimeoutError as error:
         raise LegTimeout(instance_id, f"The instance was silent for too long {when}.") from error
-    except (aiohttp.ClientError, OSError) as error:
+    except (aiohttp.ClientError, RuntimeError, OSError) as error:  # aiohttp: RuntimeError("Connection closed.")
         raise LegCut(instance_id, f"The instance's connection ended {when}.") from error
