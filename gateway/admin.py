@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -13,13 +14,14 @@ from starlette.exceptions import HTTPException
 
 from gateway.cluster.members import Instance, Member, Members
 from gateway.cluster.store import Store
+from gateway.counters import Counters
 from gateway.errors import BadRequest, Conflict, GatewayError, LlumletRefused, NotFound, StoreUnavailable
 from gateway.scheduler.drain import Drains
 from gateway.scheduler.executor import Executor
 from gateway.scheduler.leader import Leader
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.session import Sessions
-from gateway.telemetry import Counters, log
+from gateway.telemetry import log
 from gateway.wire import MIGRATION_METHODS, MigrationResult, Report, is_identifier
 
 PAUSE_WAIT_S = 5.0
@@ -69,6 +71,7 @@ class Admin:
         request_id, destination_id, method = _read_order(order)
         source = await self._source(request_id)
         destination = self._known(destination_id, "destination")
+        self._check_model(request_id, destination)
         try:
             result = await self._order(request_id, source, destination, method)
         except LlumletRefused as error:
@@ -85,7 +88,7 @@ class Admin:
         """Goes on to its end when the operator's connection does not."""
         timeout_s = _read_drain(order)
         started = time.monotonic()
-        progress = await self._drains.drain(self._known(instance_id), timeout_s)
+        progress = await self._drains.drain(_with_plugin(self._known(instance_id)), timeout_s)
         return {
             "instance": instance_id,
             "draining": self._members.is_draining(instance_id),
@@ -97,7 +100,7 @@ class Admin:
         }
 
     async def undrain(self, instance_id: str) -> dict[str, Any]:
-        await self._drains.undrain(self._known(instance_id))
+        await self._drains.undrain(_with_plugin(self._known(instance_id)))
         return {"instance": instance_id, "draining": False}
 
     def _known(self, instance_id: str, param: str | None = None) -> Instance:
@@ -106,9 +109,19 @@ class Admin:
             raise NotFound(f"There is no instance `{instance_id}`.", param=param, code="instance_not_found")
         return instance
 
+    def _check_model(self, request_id: str, destination: Instance) -> None:
+        """An instance may serve another model, even under the same name: there the request would be another one."""
+        session = self._sessions.get(request_id)
+        if session is None or session.group is None or self._members.serves(destination.instance_id, session.group):
+            return
+        message = f"`{destination.instance_id}` does not serve the model of this request."
+        raise Conflict(message, param="destination", code="model_not_served")
+
     async def _order(self, request_id: str, source: Instance, destination: Instance, method: str) -> MigrationResult:
         if destination == source:
             raise BadRequest(f"The request is on `{source.instance_id}` already.", param="destination")
+        _with_plugin(source)
+        _with_plugin(destination)
         log("migrate", request=request_id, source=source.instance_id, to=destination.instance_id)
         return await self._executor.migrate(source, request_id, destination, method)
 
@@ -147,20 +160,28 @@ class Admin:
             "url": member.instance.url,
             "boot_id": member.instance.boot_id,
             "models": sorted(member.models),
-            "healthy": member.healthy,
-            "reason": member.reason,
+            "plugin": None if report is None else report.plugin_version,
+            "healthy": member.usable,
+            "reason": member.reason or member.health.ejected_why,
             "stale": self._members.is_stale(member, now),
             "draining": member.draining,
             "empty": None if report is None else self._is_empty(member.instance.instance_id, report),
             "report_age_ms": None if report is None else round((now - member.reported_at) * 1000),
             "in_flight": self._dispatcher.in_flight(member.instance.instance_id),
             "report": None if report is None else report.to_json(),
+            "load": None if member.load is None else dataclasses.asdict(member.load),
         }
 
     def _is_empty(self, instance_id: str, report: Report) -> bool:
         """As far as this gateway and the last report know."""
         running = report.requests_running + report.requests_waiting + report.migrations_in
         return running == 0 and self._dispatcher.in_flight(instance_id) == 0
+
+
+def _with_plugin(instance: Instance) -> Instance:
+    if not instance.managed:
+        raise Conflict(f"`{instance.instance_id}` runs without the plugin.", code="no_plugin")
+    return instance
 
 
 def build_admin_app(admin: Admin) -> FastAPI:

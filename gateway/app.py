@@ -4,60 +4,108 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from fastapi import FastAPI
 
 from gateway.access import Keys
 from gateway.admin import Admin, build_admin_app
+from gateway.admission import Admission
 from gateway.cluster.discovery import Discovery
+from gateway.cluster.limits import Limiter
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Members
+from gateway.cluster.plain import LoadReader
 from gateway.cluster.pulse import Pulse
 from gateway.cluster.records import Records
 from gateway.cluster.reports import ReportReader
+from gateway.cluster.responses import StoredResponses
 from gateway.cluster.store import Store
 from gateway.config import Settings
-from gateway.errors import Unauthorized
+from gateway.counters import Counters
+from gateway.errors import ConfigError, ShuttingDown, Unauthorized
+from gateway.keys_file import KeysFile
+from gateway.metrics import MetricsPage
 from gateway.policy.decide import PolicySettings
 from gateway.routes import Receive, Routes, Scope
 from gateway.scheduler.drain import Drains
 from gateway.scheduler.executor import Executor
 from gateway.scheduler.leader import Leader
 from gateway.serving.backend import Backend
+from gateway.serving.deadline import Deadlines
 from gateway.serving.dispatch import Dispatcher
+from gateway.serving.forward import Forwarder
 from gateway.serving.relay import Relay
 from gateway.serving.reply import Reply, Send
 from gateway.serving.serve import Server
 from gateway.serving.session import Sessions
+from gateway.serving.waiting import Waiting
 from gateway.serving.watch import Watch
-from gateway.telemetry import Counters, cancel_all, log, run_forever
+from gateway.telemetry import cancel_all, log, run_forever
+from gateway.tracing import NO_TRACER, Tracer
 
 RECORDS_INTERVAL_S = 0.2
+HEALTH_PATHS = ("/health", "/ping")
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+def build_tracer(tracing: str) -> Tracer:
+    """Raises :class:`ConfigError` where the packages for it are missing."""
+    if tracing == "off":
+        return NO_TRACER
+    try:
+        from gateway.otel import otlp_tracer
+    except ImportError as error:
+        raise ConfigError(
+            f"KVFERRY_TRACING=otlp needs the extra `tracing` ({error.name} is missing): pip install 'kvferry[tracing]'."
+        ) from error
+    return otlp_tracer()
 
 
 class Gateway:
-    def __init__(self, settings: Settings) -> None:
-        intervals = settings.intervals
+    def __init__(self, settings: Settings, tracer: Tracer | None = None) -> None:
+        """``tracer``: in place of the one that the settings ask for."""
+        intervals, limits = settings.intervals, settings.limits
+        self.settings = settings
+        self._tracer = tracer or build_tracer(settings.tracing)
         self.gateway_id = uuid.uuid4().hex
         self.counters = Counters()
-        self.members = Members(intervals.report_stale_s)
+        self.members = Members(intervals.report_stale_s, intervals.unheard_s, settings.health)
         self.store = Store(settings.redis_url)
         self.llumlets = LlumletClient(settings.secret, settings.upstream_api_key, intervals.probe_timeout_s)
-        self.discovery = Discovery(settings.instance_urls, self.members, self.llumlets, self.store)
+        pulse_timeout_s = settings.budgets.hang_s / 3
+        self.discovery = Discovery(
+            settings.instance_urls, self.members, self.llumlets, self.store, min(pulse_timeout_s, 1.0)
+        )
         self.readers = [ReportReader(url, self.members, self.llumlets, self.counters) for url in settings.instance_urls]
         self.records = Records(self.store, intervals.ownership_refresh_s, self.counters)
         self.sessions = Sessions(self.gateway_id, self.records, settings.limits.recent_requests)
-        self.dispatcher = Dispatcher(self.members)
+        self.dispatcher = Dispatcher(self.members, limits.requests_per_instance, limits.queue_per_instance)
+        self.deadlines = Deadlines(settings.budgets.total_s)
+        waiting = Waiting(self.dispatcher, settings.budgets.instance_wait_s, limits.waiters, self.counters)
         self.backend = Backend(settings.secret, settings.upstream_api_key, settings.budgets)
         server = Server(
             self.members,
             self.dispatcher,
+            waiting,
+            self.deadlines,
             self.backend,
             Relay(settings.budgets, settings.limits),
             self.sessions,
             settings.budgets.moved_s,
+            self.counters,
+        )
+        self.stored = StoredResponses(self.store, self.counters)
+        forwarder = Forwarder(
+            self.members,
+            self.dispatcher,
+            waiting,
+            self.deadlines,
+            self.backend,
+            self.stored,
+            settings.budgets,
+            settings.limits,
             self.counters,
         )
         executor = Executor(self.members, self.llumlets, intervals.pairing_lease_s, self.counters)
@@ -70,9 +118,15 @@ class Gateway:
             self.counters,
         )
         policy = PolicySettings(settings.policy, settings.migration)
-        self.leader = Leader(self.gateway_id, self.store, self.members, executor, policy, intervals.leader_lease_s)
-        api_keys = Keys(settings.api_keys, open_if_empty=True)
-        self._routes = Routes(server, self.members, api_keys, settings.limits, self.counters)
+        self.leader = Leader(
+            self.gateway_id, self.store, self.members, executor, policy, intervals.leader_lease_s, self.counters
+        )
+        api_keys = Keys(settings.api_keys, settings.named_keys, open_if_empty=True)
+        self._limits_store = Store(settings.redis_url)
+        self.limiter = Limiter(self._limits_store, settings.budgets.limits_s, self.counters)
+        self._keys_file = KeysFile(settings.keys_file, api_keys) if settings.keys_file else None
+        admission = Admission(api_keys, self.limiter, settings.caps, sends_priority=settings.sends_priority)
+        self._routes = Routes(server, forwarder, self.members, admission, settings.limits, self.counters, self._tracer)
         admin = Admin(
             self.gateway_id,
             self.members,
@@ -85,17 +139,27 @@ class Gateway:
             self.counters,
         )
         self._watch = Watch(self.backend, self.members, settings.budgets, intervals.watch_s)
-        pulse_timeout_s = settings.budgets.hang_s / 3
+        self._load_readers = [
+            LoadReader(url, self.members, self.llumlets, pulse_timeout_s) for url in settings.instance_urls
+        ]
         self._pulses = [Pulse(url, self.members, self.llumlets, pulse_timeout_s) for url in settings.instance_urls]
+        self.metrics = MetricsPage(self.counters, self.members, self.dispatcher, self.sessions, self.store, self.leader)
+        metrics_keys = [key for key in (settings.metrics_key, settings.admin_key) if key and not settings.metrics_open]
+        self._metrics_keys = Keys(metrics_keys, open_if_empty=settings.metrics_open)
         self._admin: FastAPI = build_admin_app(admin)
         self._admin_keys = Keys([settings.admin_key] if settings.admin_key else [], open_if_empty=False)
         self._intervals = intervals
         self._loops: list[asyncio.Task[None]] = []
+        self._is_closing = self._is_closed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
+            case "http" if self._is_closed or (self._is_closing and scope["path"] in HEALTH_PATHS):
+                await Reply(send).fail(ShuttingDown("This gateway is shutting down. Try again."))
             case "http" if scope["path"].startswith("/admin/"):
-                await self._guarded_admin(scope, receive, send)
+                await self._guarded(self._admin_keys, self._admin, scope, receive, send)
+            case "http" if scope["path"] == "/metrics":
+                await self._guarded(self._metrics_keys, self.metrics, scope, receive, send)
             case "http":
                 await self._routes(scope, receive, send)
             case "lifespan":
@@ -110,6 +174,10 @@ class Gateway:
             "discovery", run_forever("discovery", self.discovery.probe_all, self._intervals.probe_s, self.counters)
         )
         self._run("registry", run_forever("registry", self.discovery.publish, self._intervals.probe_s, self.counters))
+        if self._keys_file is not None:
+            look = self._keys_file.look
+            self._run("keys_file", run_forever("keys_file", look, self._intervals.keys_file_s, self.counters))
+        self._run("limits", run_forever("limits", self.limiter.tick, self._intervals.limits_s, self.counters))
         self._run("records", run_forever("records", self.records.flush, RECORDS_INTERVAL_S, self.counters))
         self._run("leader", run_forever("leader", self.leader.tick, self._intervals.leader_tick_s, self.counters))
         self._run("drains", run_forever("drains", self._follow_drains, self._intervals.leader_tick_s, self.counters))
@@ -117,6 +185,9 @@ class Gateway:
             self._run("reports", reader.run())
         for pulse in self._pulses:
             self._run("pulse", run_forever("pulse", pulse.feel, self._intervals.pulse_s, self.counters))
+        for loads in self._load_readers:
+            self._run("loads", run_forever("loads", loads.read, self._intervals.pulse_s, self.counters))
+        self._run("metrics", run_forever("metrics", self._forget_gone, self._intervals.probe_s, self.counters))
         self._run("watch", run_forever("watch", self._watch.look, self._intervals.watch_s, self.counters))
         log("started", gateway=self.gateway_id, instances_healthy=self.members.healthy_count())
 
@@ -125,24 +196,46 @@ class Gateway:
         await self.drains.stop()
         await self.leader.release()
         await self.records.flush()
+        self._routes.bodies.close()
+        await self.stored.close()
+        await self.limiter.close()
+        await self._limits_store.close()
         await self.backend.close()
         await self.llumlets.close()
         await self.store.close()
+        await self._tracer.stop()
         log("stopped", gateway=self.gateway_id)
+
+    def begin_closing(self) -> None:
+        """Called in a signal handler: ``/health`` says so from now on, and everything else goes on."""
+        self._is_closing = True
+
+    def refuse_new(self) -> None:
+        self._is_closed = True
+
+    def end_requests(self) -> int:
+        """Each with an error event, or a status if nothing of it has been sent."""
+        return self.deadlines.end_all(ShuttingDown("This gateway is shutting down, and the request took too long."))
 
     async def _follow_drains(self) -> None:
         await self.drains.follow(self.leader.is_leading)
 
+    async def _forget_gone(self) -> None:
+        """Instances and models that are no more, whether anybody reads the metrics or not."""
+        self.metrics.forget_gone()
+        self.dispatcher.forget(self.members.get)
+        self.backend.forget(self.members.get)
+
     def _run(self, name: str, loop: Coroutine[Any, Any, None]) -> None:
         self._loops.append(asyncio.create_task(loop, name=name))
 
-    async def _guarded_admin(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _guarded(self, keys: Keys, application: Application, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._admin_keys.check(scope["headers"])
+            keys.check(scope["headers"])
         except Unauthorized as error:
             await Reply(send).fail(error)
             return
-        await self._admin(scope, receive, send)
+        await application(scope, receive, send)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,11 @@ class GatewayError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         return {}
+
+    @property
+    def label(self) -> str:
+        """The kind of failure, in metrics and logs: the class, as ``leg_cut``."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
 
     def to_json(self) -> dict[str, Any]:
         """The OpenAI shape; ``code`` is the status unless it says more, as vLLM has it."""
@@ -49,6 +55,16 @@ class Unauthorized(GatewayError):
 class NotFound(GatewayError):
     status = 404
     kind = "NotFoundError"
+
+
+class ResponseNotFound(GatewayError):
+    """As vLLM says it of a response that it does not hold."""
+
+    status = 404
+    kind = "invalid_request_error"
+
+    def __init__(self, response_id: str, why: str = "") -> None:
+        super().__init__(f"Response with id '{response_id}' not found.{why}", param="response_id")
 
 
 class MethodNotAllowed(GatewayError):
@@ -88,6 +104,22 @@ class UnsupportedEncoding(GatewayError):
     kind = "invalid_request_error"
 
 
+class LimitReached(GatewayError):
+    """A key has used what it may; ``details`` are headers that say more."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, retry_after_s: int, details: dict[str, str]) -> None:
+        super().__init__(message, code="rate_limit_exceeded")
+        self.retry_after_s = retry_after_s
+        self._details = details
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(self.retry_after_s), **self._details}
+
+
 class NoInstance(GatewayError):
     """The model is known, but nothing can serve it now."""
 
@@ -98,6 +130,21 @@ class NoInstance(GatewayError):
     @property
     def headers(self) -> dict[str, str]:
         return {"retry-after": str(self.RETRY_AFTER_S)}
+
+
+class Overloaded(NoInstance):
+    """There are instances for it, with too many requests before it. Said before any byte of a reply."""
+
+
+class ShuttingDown(NoInstance):
+    """This gateway ends."""
+
+
+class RequestTimeout(GatewayError):
+    """The whole request took too long, however healthy it was."""
+
+    status = 504
+    kind = "GatewayTimeoutError"
 
 
 class StoreUnavailable(GatewayError):
@@ -148,6 +195,8 @@ class LegUnreachable(LegError):
     """No connection: the instance has not seen the request."""
 
     is_death = False
+    is_refused = False
+    """Nobody listens at its address."""
 
 
 class LegRefused(LegError):

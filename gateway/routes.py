@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import quote
 
-from gateway.access import Keys
+from gateway.access import ANYONE, Key
+from gateway.admission import Admission
 from gateway.cluster.members import Members
 from gateway.config import Limits
+from gateway.counters import Counters
+from gateway.endpoints import Endpoint, Kind, Table
 from gateway.errors import (
     BadRequest,
     BodyTimeout,
@@ -21,18 +27,32 @@ from gateway.errors import (
     TooLarge,
     UnsupportedEncoding,
 )
-from gateway.openai.body import read_body
+from gateway.large_bodies import LargeBodies
+from gateway.openai.body import ForwardBody, GenerateBody, read_body, read_forward_body
+from gateway.openai.dialects import Dialect
+from gateway.openai.terms import read_asked
+from gateway.openapi import openapi_page
 from gateway.serving.backend import Call
+from gateway.serving.form import read_form
+from gateway.serving.forward import Forward, Forwarder, look_query
 from gateway.serving.reply import Reply, Send
 from gateway.serving.serve import Server
-from gateway.telemetry import Counters, log, logger
+from gateway.serving.visit import Visit, Visits
+from gateway.telemetry import log, logger
+from gateway.tracing import NO_TRACER, Tracer
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Headers = list[tuple[bytes, bytes]]
+Body = TypeVar("Body", GenerateBody, ForwardBody)
 
-FORWARDED = frozenset({b"accept", b"user-agent", b"traceparent", b"tracestate"})
-"""The client's headers that an instance gets. Keys, cookies and everything else stay here."""
+FORWARDED = frozenset(
+    {b"accept", b"user-agent", b"traceparent", b"tracestate", b"anthropic-version", b"anthropic-beta"}
+)
+"""The client's headers that an instance gets. Keys, cookies and everything else stay here: also ``x-vllm-priority``,
+which vLLM would put above the body's ``priority``."""
+INSTANCE_PRIORITY_HEADER = "x-vllm-priority"
+"""The gateway's own word where the body has no field for it."""
 CLIENT_ID_LENGTH_MAX = 64
 
 
@@ -44,6 +64,13 @@ class Incoming:
     receive: Receive
     reply: Reply
     request_id: str
+    endpoint: Endpoint
+    key: Key = ANYONE
+    response_id: str = ""
+
+    @property
+    def visit(self) -> Visit:
+        return self.reply.visit
 
     @property
     def headers(self) -> Headers:
@@ -59,54 +86,146 @@ class ClientGone(Exception):
 
 
 class Routes:
-    def __init__(self, server: Server, members: Members, keys: Keys, limits: Limits, counters: Counters) -> None:
+    def __init__(
+        self,
+        server: Server,
+        forwarder: Forwarder,
+        members: Members,
+        admission: Admission,
+        limits: Limits,
+        counters: Counters,
+        tracer: Tracer = NO_TRACER,
+    ) -> None:
+        self.bodies = LargeBodies()
         self._server = server
+        self._forwarder = forwarder
         self._members = members
-        self._keys = keys
+        self._admission = admission
         self._limits = limits
         self._counters = counters
-        self._table: dict[str, tuple[str, Handler]] = {
-            "/v1/chat/completions": ("POST", self._generate),
-            "/v1/completions": ("POST", self._generate),
-            "/v1/models": ("GET", self._models),
-            "/health": ("GET", self._health),
+        self._visits = Visits(counters, tracer)
+        self._table = Table()
+        self._handlers: dict[Kind, Handler] = {
+            Kind.GENERATE: self._generate,
+            Kind.FORWARD: self._forward,
+            Kind.RESPOND: self._forward,
+            Kind.UPLOAD: self._upload,
+            Kind.STORED: self._look,
+            Kind.LOOK: self._look,
+            Kind.MODELS: self._models,
+            Kind.HEALTH: self._health,
+            Kind.OPENAPI: self._openapi,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = uuid.uuid4().hex
-        reply = Reply(send, request_id)
+        client_id = _client_id(scope["headers"])
+        visit = self._visits.begin(request_id, scope["method"], scope["path"], scope["headers"])
+        visit.client_id = client_id or "-"
+        reply = Reply(send, request_id, client_id, visit)
         try:
-            await self._route(Incoming(scope, receive, reply, request_id))
+            await self._route(scope, receive, reply, request_id)
         except GatewayError as error:
+            self._counters.add("errors", kind=error.label)
             await reply.fail(error)
         except ClientGone:
-            self._counters.add("clients_gone")
+            visit.gone = True
         except Exception:  # noqa: BLE001
             # Our own bug. It ends here as an honest answer, and the connection goes on.
             self._counters.add("internal_errors")
             logger.exception("request=%s: internal error", request_id)
             await reply.fail(GatewayError("The gateway failed to handle this request."))
+        finally:
+            self._visits.end(visit, reply)
 
-    async def _route(self, incoming: Incoming) -> None:
-        path = incoming.scope["path"]
-        if path != "/health":
-            self._keys.check(incoming.headers)
-        if path not in self._table:
+    async def _route(self, scope: Scope, receive: Receive, reply: Reply, request_id: str) -> None:
+        found = self._table.find(scope["path"])
+        endpoint = None if found is None else found.by_method.get(scope["method"])
+        if found is not None:
+            any_endpoint = next(iter(found.by_method.values()))
+            reply.dialect, reply.visit.route = any_endpoint.dialect, any_endpoint.path
+        key = ANYONE
+        if endpoint is None or endpoint.needs_key:
+            key = self._admission.check(scope["headers"], scope["path"])
+            reply.visit.key_name = key.name or None
+        if found is None:
             raise NotFound("There is no such route.")
-        method, handler = self._table[path]
-        if incoming.scope["method"] != method:
-            raise MethodNotAllowed(f"This route takes {method} only.", method)
-        await handler(incoming)
+        if endpoint is None:
+            allowed = ", ".join(sorted(found.by_method))
+            raise MethodNotAllowed(f"This route takes {allowed} only.", allowed)
+        incoming = Incoming(scope, receive, reply, request_id, endpoint, key, found.response_id)
+        await self._handlers[endpoint.kind](incoming)
 
     async def _generate(self, incoming: Incoming) -> None:
-        headers, path, request_id = incoming.headers, incoming.scope["path"], incoming.request_id
+        headers = incoming.headers
         _check_content(headers)
-        body = read_body(await self._read(headers, incoming.receive))
-        forwarded = [(name.decode(), value.decode("latin-1")) for name, value in headers if name in FORWARDED]
-        call = Call(request_id, path, body.upstream, tuple(forwarded))
-        self._counters.add("requests")
-        log("request", request=request_id, path=path, stream=body.stream, client_id=_client_id(headers))
-        await _while_connected(self._server.serve(call, body, incoming.reply), incoming.receive)
+        terms = self._admission.terms(incoming.key, headers)
+        body = await self._parsed(incoming, functools.partial(read_body, terms=terms))
+        call = Call(incoming.request_id, incoming.endpoint.path, body.upstream, _forwarded(headers))
+        self._note(incoming, body.model, body.stream)
+        async with self._admission.admitted(incoming.key, incoming.request_id, body.asked, incoming.reply):
+            await _while_connected(self._server.serve(call, body, incoming.reply), incoming.receive)
+
+    async def _forward(self, incoming: Incoming) -> None:
+        headers, endpoint = incoming.headers, incoming.endpoint
+        _check_content(headers)
+        in_header = endpoint.dialect is Dialect.MESSAGES
+        terms = self._admission.terms(incoming.key, headers, endpoint.work)
+        read = functools.partial(read_forward_body, terms=terms, takes_priority=not in_header)
+        body = await self._parsed(incoming, read)
+        forwarded = _forwarded(headers)
+        if in_header and body.asked.priority is not None:
+            forwarded += ((INSTANCE_PRIORITY_HEADER, str(body.asked.priority)),)
+        responds = endpoint.kind is Kind.RESPOND
+        forward = Forward(
+            Call(incoming.request_id, endpoint.path, body.upstream, forwarded),
+            endpoint.dialect,
+            model=body.model,
+            stream=body.stream,
+            load_bytes=len(body.upstream),
+            repeatable=body.repeatable,
+            home_of=body.previous_response_id if responds else None,
+            keeps=responds and body.stores,
+        )
+        async with self._admission.admitted(incoming.key, incoming.request_id, body.asked, incoming.reply):
+            await self._pass(incoming, forward)
+
+    async def _upload(self, incoming: Incoming) -> None:
+        headers = incoming.headers
+        _check_encoding(headers)
+        content_type = _header(headers, b"content-type").decode("latin-1")
+        body = await self._read(headers, incoming.receive)
+        form = await read_form(content_type, body)
+        # The size of a recording says nothing of its tokens.
+        asked = read_asked({}, 0, self._admission.terms(incoming.key, headers))
+        kept = (*_forwarded(headers), ("content-type", content_type))
+        call = Call(incoming.request_id, incoming.endpoint.path, body, kept)
+        forward = Forward(call, incoming.endpoint.dialect, model=form.model, stream=form.stream)
+        async with self._admission.admitted(incoming.key, incoming.request_id, asked, incoming.reply):
+            await self._pass(incoming, forward)
+
+    async def _look(self, incoming: Incoming) -> None:
+        """What an instance is asked without a body; one that came all the same stays here. No limit counts it."""
+        endpoint, response_id = incoming.endpoint, incoming.response_id
+        query = look_query(incoming.scope["query_string"]) if response_id else ""
+        path = endpoint.path.replace("{response_id}", quote(response_id, safe="")) + query
+        forward = Forward(
+            Call(incoming.request_id, path, b"", _forwarded(incoming.headers), endpoint.method),
+            endpoint.dialect,
+            stream="stream=" in query,
+            home_of=response_id or None,
+            ends_itself=False,
+        )
+        await self._pass(incoming, forward)
+
+    async def _pass(self, incoming: Incoming, forward: Forward) -> None:
+        self._note(incoming, forward.model, forward.stream)
+        await _while_connected(self._forwarder.forward(forward, incoming.reply), incoming.receive)
+
+    def _note(self, incoming: Incoming, model: str | None, stream: bool) -> None:
+        incoming.visit.names(model, self._members)
+        path = incoming.endpoint.path
+        log("request", level=logging.DEBUG, request=incoming.request_id, path=path, stream=stream)
 
     async def _models(self, incoming: Incoming) -> None:
         """From what is known already: no instance is asked, so none can hold this up."""
@@ -115,11 +234,17 @@ class Routes:
             raise NoInstance("No instance has been found yet.")
         await incoming.reply.json(200, {"object": "list", "data": cards})
 
+    async def _openapi(self, incoming: Incoming) -> None:
+        await incoming.reply.json(200, openapi_page())
+
     async def _health(self, incoming: Incoming) -> None:
         healthy = self._members.healthy_count()
         if not healthy:
             raise NoInstance("No instance is healthy.")
         await incoming.reply.json(200, {"status": "ok", "instances_healthy": healthy})
+
+    async def _parsed(self, incoming: Incoming, read: Callable[[bytes], Body]) -> Body:
+        return await self.bodies.parse(read, await self._read(incoming.headers, incoming.receive))
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
         declared = _header(headers, b"content-length")
@@ -164,10 +289,13 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _check_content(headers: Headers) -> None:
-    encoding = _header(headers, b"content-encoding").lower()
-    if encoding not in (b"", b"identity"):
+def _check_encoding(headers: Headers) -> None:
+    if _header(headers, b"content-encoding").lower() not in (b"", b"identity"):
         raise UnsupportedEncoding("The request body must not be compressed.")
+
+
+def _check_content(headers: Headers) -> None:
+    _check_encoding(headers)
     media_type = _header(headers, b"content-type").partition(b";")[0].strip().lower()
     if media_type != b"application/json":
         raise BadRequest("Unsupported Media Type: Only 'application/json' is allowed.")
@@ -177,7 +305,11 @@ def _header(headers: Headers, name: bytes) -> bytes:
     return next((value for key, value in headers if key == name), b"")
 
 
+def _forwarded(headers: Headers) -> tuple[tuple[str, str], ...]:
+    return tuple((name.decode(), value.decode("latin-1")) for name, value in headers if name in FORWARDED)
+
+
 def _client_id(headers: Headers) -> str:
-    """The client's own id, for the log alone, and only as much of it as is safe there."""
+    """The client's own id, for the log and to be told back, and only as much of it as is safe there."""
     value = _header(headers, b"x-request-id")[:CLIENT_ID_LENGTH_MAX].decode("latin-1")
-    return "".join(char for char in value if char.isascii() and (char.isalnum() or char in "._:-")) or "-"
+    return "".join(char for char in value if char.isascii() and (char.isalnum() or char in "._:-"))

@@ -1,51 +1,70 @@
-"""Log lines with ids, and a few counters. No prompts, no keys, no client-chosen label values."""
+"""Log lines with ids, as text or as JSON, and the background loops. No prompts, no keys."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sys
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
+
+from gateway.counters import Counters
 
 logger = logging.getLogger("kvferry")
 
 
-def configure_logging(level: str) -> None:
+def configure_logging(level: str, log_format: str = "text") -> None:
+    """``log_format``: text or json. Libraries are heard from warnings on: below that they may quote a request."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    handler.setFormatter(JsonFormatter() if log_format == "json" else text)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(level.upper())
 
 
+class JsonFormatter(logging.Formatter):
+    """One object a line: ``time``, ``level``, ``event`` and the event's own fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, object] = {"time": f"{seconds}.{int(record.msecs):03d}Z", "level": record.levelname.lower()}
+        line["logger"] = record.name
+        match record.args:
+            case (str(event), Fields() as fields):
+                line |= {"event": event, **fields.values}
+            case _:
+                line |= {"event": "message", "message": record.getMessage()}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class Fields:
+    """Written out as text only if a line of text is what is asked for."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self.values = values
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={_printable(value)}" for key, value in self.values.items())
+
+
 def log(name: str, /, *, level: int = logging.INFO, **fields: object) -> None:
     """One line a decision: ``migrate request=r17 source=a destination=c``."""
     if logger.isEnabledFor(level):
-        logger.log(level, "%s %s", name, " ".join(f"{key}={_printable(value)}" for key, value in fields.items()))
+        logger.log(level, "%s %s", name, Fields(fields))
 
 
 def _printable(value: object) -> str:
-    text = str(value)
+    text = "-" if value is None else str(value)
     if text.isprintable() and " " not in text and text:
         return text
     return ascii(text)
-
-
-class Counters:
-    """Counts by fixed names, so that their number stays the same however the clients behave."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def add(self, name: str, count: int = 1) -> None:
-        self._counts[name] += count
-
-    def get(self, name: str) -> int:
-        return self._counts[name]
-
-    def to_json(self) -> dict[str, int]:
-        return dict(sorted(self._counts.items()))
 
 
 async def run_forever(name: str, tick: Callable[[], Awaitable[None]], interval_s: float, counters: Counters) -> None:
@@ -54,7 +73,7 @@ async def run_forever(name: str, tick: Callable[[], Awaitable[None]], interval_s
         try:
             await tick()
         except Exception:
-            counters.add(f"{name}_loop_failures")
+            counters.add("loop_failures", loop=name)
             logger.exception("%s: a round failed", name)
         await asyncio.sleep(interval_s)
 

@@ -8,6 +8,8 @@ peer can say more.
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
 import types
 import typing
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ PROTOCOL_VERSION = 1
 SECRET_HEADER = "x-kvferry-secret"
 """The cluster's shared secret: on every llumlet route, and on ``/v1`` requests that a gateway manages."""
 REQUEST_ID_HEADER = "x-request-id"
+OWN_REQUEST_ID_HEADER = "x-kvferry-request-id"
+"""On a gateway's reply: the request's id here and at the instances, whatever the client called it."""
 RESUME_HEADER = "x-kvferry-resume"
 """On a resumed leg's request: the id under which the llumlet holds (or will hold) the output tokens so far."""
 RESUMED_HEADER = "x-kvferry-resumed"
@@ -28,8 +32,29 @@ MOVED_HEADER = "x-kvferry-moved"
 COMMENT_PREFIX = b": kvferry "
 
 
+class PriorityClass(enum.IntEnum):
+    """How urgent a request is. The value is vLLM's ``priority``, where lower means sooner.
+
+    A hundred apart, because vLLM itself counts down from a request's priority for the later turns of a response.
+    """
+
+    HIGH = -100
+    NORMAL = 0
+    LOW = 100
+
+    @property
+    def word(self) -> str:
+        return self.name.lower()
+
+
 class WireError(ValueError):
     """A message that does not have the agreed shape."""
+
+
+@functools.cache
+def _hints(message: type) -> dict[str, Any]:
+    """Making them anew took most of the time that a report takes."""
+    return typing.get_type_hints(message)
 
 
 def _check(value: Any, kind: Any, name: str) -> Any:
@@ -77,7 +102,7 @@ class Message:
     def from_json(cls, value: Any) -> Self:
         if not isinstance(value, dict):
             raise WireError(f"{cls.__name__} must be an object")
-        hints = typing.get_type_hints(cls)
+        hints = _hints(cls)  # type: ignore[arg-type]
         fields: dict[str, Any] = {}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             if field.name in value:

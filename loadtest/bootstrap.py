@@ -1,6 +1,6 @@
 """Set up .venv on a machine that has only Python and make. Run by the Makefile, with the system's Python:
 
-    python3 loadtest/bootstrap.py venv|kvferry|vllm|bench
+    python3 loadtest/bootstrap.py venv|kvferry|vllm|bench|peers
 
 Standard library only, and syntax that an old Python can read, so that it can say what is wrong.
 """
@@ -16,6 +16,9 @@ import time
 PYTHON_MIN = (3, 11)
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
+PEERS_VENV = ROOT / ".venv-peers"
+"""Of the proxies that the gateway is measured against: their requirements are none of ours."""
+PEERS = {"vllm-router": "vllm-router==0.1.17", "litellm": "litellm[proxy]>=1.80,<2"}
 LOG = ROOT / ".cache" / "setup.log"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BROKEN_BESIDE_CPU_TORCH = ["torchvision", "torchaudio", "torchcodec"]
@@ -76,15 +79,15 @@ def output_since(start: int) -> str:
         return log.read().decode("utf-8", "replace")
 
 
-def pip(*arguments: str) -> str:
-    return run([str(VENV / "bin" / "python"), "-m", "pip", *arguments])
+def pip(*arguments: str, venv: pathlib.Path = VENV) -> str:
+    return run([str(venv / "bin" / "python"), "-m", "pip", *arguments])
 
 
-def make_venv() -> None:
+def make_venv(venv: pathlib.Path = VENV) -> None:
     check_python()
-    say(f"==> making .venv with Python {'.'.join(map(str, sys.version_info[:3]))} (a few seconds)")
+    say(f"==> making {venv.name} with Python {'.'.join(map(str, sys.version_info[:3]))} (a few seconds)")
     try:
-        run([sys.executable, "-m", "venv", "--clear", str(VENV)])
+        run([sys.executable, "-m", "venv", "--clear", str(venv)])
     except subprocess.CalledProcessError as error:
         raise SetupFailed(
             f"{error.output}\nThis Python cannot make virtual environments. On Debian and Ubuntu, install the package\n"
@@ -106,6 +109,21 @@ def install_bench() -> None:
         pip("install", "--editable", ".[bench]")
     except subprocess.CalledProcessError as error:
         raise SetupFailed(network_hint(error)) from error
+
+
+def install_peers() -> None:
+    """One that cannot be installed is left out of the benchmark, which says so."""
+    make_venv(PEERS_VENV)
+    failed = []
+    for name, requirement in PEERS.items():
+        say(f"==> installing {requirement} into {PEERS_VENV.name} (a minute or two)")
+        try:
+            pip("install", requirement, venv=PEERS_VENV)
+        except subprocess.CalledProcessError as error:
+            say(network_hint(error))
+            failed.append(name)
+    if failed:
+        raise SetupFailed(f"could not install {', '.join(failed)}: the benchmark goes on without.")
 
 
 def vllm_requirement() -> str:
@@ -149,7 +167,13 @@ def network_hint(error: subprocess.CalledProcessError) -> str:
     )
 
 
-STEPS = {"venv": make_venv, "kvferry": install_kvferry, "vllm": install_vllm, "bench": install_bench}
+STEPS = {
+    "venv": make_venv,
+    "kvferry": install_kvferry,
+    "vllm": install_vllm,
+    "bench": install_bench,
+    "peers": install_peers,
+}
 
 
 def main() -> int:

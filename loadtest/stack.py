@@ -265,6 +265,7 @@ class Stack:
             "KVFERRY_HOST": HOST,
             "KVFERRY_PORT": str(port),
             "KVFERRY_POLICY": self._policy,
+            "KVFERRY_SHUTDOWN_ACCEPT_S": "0",  # There is no balancer in front.
             **self._gateway_environment,
         }
         self.gateway = ManagedProcess(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -11,19 +12,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import hypothesis
 import pytest
 import uvicorn
 
 from gateway.__main__ import server_config
 from gateway.app import Gateway
+from gateway.cluster.health import HealthSettings
 from gateway.config import Budgets, Intervals, Settings
 from loadtest.redis_server import RedisServer
 from tests.fake_instance import MODEL, SECRET, FakeInstance
 
 
 def pytest_configure() -> None:
-    """SIGTERM, as a time limit sends it, ends a run like Ctrl-C: fixtures end what they have started."""
+    """SIGTERM, as a time limit sends it, ends a run like Ctrl-C: fixtures end what they have started.
+
+    ``HYPOTHESIS_PROFILE=thorough`` tries a hundred times as many random bodies and streams.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    hypothesis.settings.register_profile("quick", max_examples=30, deadline=None, database=None)
+    hypothesis.settings.register_profile("thorough", max_examples=3_000, deadline=None, database=None)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 ADMIN_KEY = "admin-key"
@@ -77,7 +86,9 @@ def start_gateway(redis_url: str) -> StartGateway:
             "instance_urls": tuple(instance.url for instance in instances),
             "redis_url": redis_url,
             "admin_key": ADMIN_KEY,
-            "budgets": Budgets(header_grace_s=0.05),
+            "budgets": Budgets(header_grace_s=0.05, instance_wait_s=0.2),
+            # Scripts fail again and again: what that says about an instance is test_health.py's subject.
+            "health": HealthSettings(failures_max=1_000),
             "intervals": INTERVALS,
         }
         gateway = Gateway(Settings(**(values | changes)))

@@ -11,6 +11,7 @@ import contextlib
 import json
 import socket
 import struct
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -228,10 +229,19 @@ class FakeInstance:
     instance_id: str
     boot_id: str = "boot-1"
     models: tuple[str, ...] = (MODEL,)
+    card_changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By model: what its card says otherwise."""
     script: Script = generate
     created: int = 1_700_000_000
     freeness_steps: float = 1000.0
     report_changes: dict[str, Any] = field(default_factory=dict)
+    has_plugin: bool = True
+    metrics: str | None = None
+    """The page at ``/metrics``."""
+    asleep: bool | None = None
+    """``None``: it has no such route."""
+    control_headers: deque[tuple[str, dict[str, str]]] = field(default_factory=lambda: deque(maxlen=1_000))
+    """Path and headers of the requests that are not under /v1."""
     health_status: int = 200
     hangs: bool = False
     """Takes requests for its status, and says nothing."""
@@ -290,7 +300,7 @@ class FakeInstance:
         return await self._migration(resume_id)
 
     async def exchange(self, index: int = 0) -> Exchange:
-        """The index-th request under /v1, once it is there."""
+        """The index-th request of a client, once it is there."""
         async with self._changed:
             await asyncio.wait_for(self._changed.wait_for(lambda: len(self.exchanges) > index), 10)
         return self.exchanges[index]
@@ -348,7 +358,7 @@ class FakeInstance:
         exchange = Exchange(self, request, writer)
         watching = asyncio.create_task(_watch(reader, exchange))
         try:
-            if request.path.startswith("/v1/") and request.method == "POST":
+            if _is_request(request):
                 async with self._changed:
                     self.received.append(request)
                     self.exchanges.append(exchange)
@@ -361,8 +371,12 @@ class FakeInstance:
 
     async def _control(self, exchange: Exchange) -> None:
         request = exchange.request
+        self.control_headers.append((request.path, request.headers))
         if self.hangs:
             await exchange.client_gone.wait()
+            return
+        if request.path.startswith("/llumlet/") and not self.has_plugin:
+            await exchange.json(404, {"detail": "Not Found"})
             return
         if request.path.startswith("/llumlet/") and request.headers.get(wire.SECRET_HEADER) != SECRET:
             await exchange.json(401, error_body("wrong secret", "Unauthorized", 401))
@@ -370,8 +384,17 @@ class FakeInstance:
         match request.method, request.path.split("/")[1:]:
             case "GET", ["health"]:
                 await exchange.json(self.health_status, {})
+            case "GET", ["metrics"] if self.metrics is not None:
+                page = self.metrics.encode()
+                await exchange.start(
+                    headers={"content-length": str(len(page))}, content_type="text/plain", chunked=False
+                )
+                await exchange.raw(page)
+            case "GET", ["is_sleeping"] if self.asleep is not None:
+                await exchange.json(200, {"is_sleeping": self.asleep})
             case "GET", ["v1", "models"]:
-                cards = [{"id": name, "object": "model", "owned_by": "vllm", "root": name} for name in self.models]
+                card = {"object": "model", "owned_by": "vllm", "parent": None}
+                cards = [{"id": name, "root": name} | card | self.card_changes.get(name, {}) for name in self.models]
                 await exchange.json(200, {"object": "list", "data": cards})
             case "GET", ["llumlet", "status"] if self.engine_busy:
                 await exchange.client_gone.wait()
@@ -411,6 +434,13 @@ class FakeInstance:
                 await asyncio.wait_for(exchange.client_gone.wait(), REPORT_INTERVAL_S)
 
 
+def _is_request(request: Received) -> bool:
+    """What a client asks for, rather than what a gateway does for itself."""
+    if request.method == "GET":
+        return request.path.startswith(("/v1/responses/", "/version"))
+    return request.method == "POST" and not request.path.startswith("/llumlet/")
+
+
 async def _watch(reader: asyncio.StreamReader, exchange: Exchange) -> None:
     with contextlib.suppress(ConnectionError):
         await reader.read(1)
@@ -425,6 +455,30 @@ async def _read_request(reader: asyncio.StreamReader) -> Received | None:
     headers = dict(raw_headers)
     body = await reader.readexactly(int(headers.get("content-length", "0")))
     return Received(method, path, headers, raw_headers, body)
+
+
+def metrics_page(
+    *, running: int = 0, waiting: int = 0, kv_usage: float = 0.0, tokens: int = 0, started: float = 1.5e9
+) -> str:
+    """As a stock vLLM of one engine writes it, the lines that matter and one that does not."""
+    labels = f'engine="0",model_name="{MODEL}"'
+    return f"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{{labels}}} {float(running)}
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{{{labels}}} {float(waiting)}
+vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} 99.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{{{labels}}} {kv_usage}
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="1000"}} 1.0
+# TYPE vllm:prompt_tokens counter
+vllm:prompt_tokens_total{{{labels}}} {float(tokens)}
+# TYPE vllm:generation_tokens counter
+vllm:generation_tokens_total{{{labels}}} 0.0
+# TYPE process_start_time_seconds gauge
+process_start_time_seconds {started}
+"""
 
 
 @contextlib.asynccontextmanager

@@ -10,11 +10,17 @@ from typing import Any, cast
 import pytest
 
 from gateway.access import Keys
+from gateway.admission import Admission
+from gateway.cluster.limits import Limiter
 from gateway.cluster.members import Members
+from gateway.cluster.store import Store
 from gateway.config import Limits
+from gateway.counters import Counters
+from gateway.openai.caps import Caps
 from gateway.routes import Routes
+from gateway.serving.forward import Forwarder
 from gateway.serving.serve import Server
-from gateway.telemetry import Counters, cancel_all, run_forever
+from gateway.telemetry import cancel_all, run_forever
 
 
 async def test_a_loop_outlives_a_round_that_fails_and_counts_it() -> None:
@@ -31,7 +37,7 @@ async def test_a_loop_outlives_a_round_that_fails_and_counts_it() -> None:
     loop = asyncio.create_task(run_forever("test", tick, 0, counters))
     await asyncio.wait_for(enough.wait(), 5)
     await cancel_all([loop])
-    assert counters.get("test_loop_failures") >= 2
+    assert counters.get("loop_failures", loop="test") >= 2
 
 
 async def test_a_loop_that_swallows_a_cancellation_is_asked_again() -> None:
@@ -55,7 +61,9 @@ class BrokenServer:
 async def test_a_bug_of_ours_is_an_honest_500_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
     counters = Counters()
     server = cast(Server, BrokenServer())
-    routes = Routes(server, Members(1.0), Keys([], open_if_empty=True), Limits(), counters)
+    limiter = Limiter(Store("redis://127.0.0.1:1/0"), 0.1, counters)
+    admission = Admission(Keys([], open_if_empty=True), limiter, Caps(), sends_priority=True)
+    routes = Routes(server, cast(Forwarder, server), Members(1.0), admission, Limits(), counters)
     sent: list[MutableMapping[str, Any]] = []
     messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
 

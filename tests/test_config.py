@@ -37,14 +37,28 @@ def test_flags_come_before_the_environment() -> None:
         ("KVFERRY_PORT", "70000"),
         ("KVFERRY_REDIS_URL", "http://x"),
         ("KVFERRY_LOG_LEVEL", "loud"),
+        ("KVFERRY_LOG_FORMAT", "xml"),
+        ("KVFERRY_TRACING", "on"),
         ("KVFERRY_POLICY", "both"),
         ("KVFERRY_LOW_FREENESS_STEPS", "many"),
         ("KVFERRY_LOW_FREENESS_STEPS", "9999"),
+        ("KVFERRY_TOTAL_TIMEOUT_S", "0"),
+        ("KVFERRY_EVENT_GAP_TIMEOUT_S", "inf"),
+        ("KVFERRY_HANG_TIMEOUT_S", "nan"),
+        ("KVFERRY_SHUTDOWN_GRACE_S", "-1"),
+        ("KVFERRY_REQUESTS_PER_INSTANCE_MAX", "1.5"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name):
         read(**{name: value})
+
+
+def test_every_budget_can_be_set_and_some_may_be_zero() -> None:
+    assert read() == Settings("s", read().instance_urls)
+    settings = read("--event-gap-timeout-s", "7", KVFERRY_QUEUE_PER_INSTANCE_MAX="9", KVFERRY_INSTANCE_WAIT_S="0")
+    assert (settings.budgets.event_gap_s, settings.budgets.instance_wait_s) == (7.0, 0.0)
+    assert settings.limits.queue_per_instance == 9
 
 
 def test_without_keys_only_loopback_is_listened_on() -> None:

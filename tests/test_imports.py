@@ -13,12 +13,19 @@ LAYERS = {
     # What each part of the gateway may import of it.
     "policy": {"policy"},
     "openai": {"openai", "wire", "errors"},
-    "cluster": {"cluster", "policy", "wire", "errors", "telemetry"},
-    "serving": {"serving", "openai", "cluster", "policy", "wire", "errors", "telemetry", "config"},
-    "scheduler": {"scheduler", "cluster", "policy", "wire", "errors", "telemetry"},
+    "cluster": {"cluster", "policy", "wire", "errors", "telemetry", "counters"},
+    "serving": {
+        *("serving", "openai", "cluster", "policy", "wire", "errors"),
+        *("connection", "telemetry", "config", "counters", "tracing"),
+    },
+    "scheduler": {"scheduler", "cluster", "policy", "wire", "errors", "telemetry", "counters"},
+    "connection": set[str](),
     "wire": set[str](),
     "errors": set[str](),
-    "telemetry": set[str](),
+    "counters": set[str](),
+    "telemetry": {"counters"},
+    "tracing": set[str](),
+    "otel": {"tracing"},
 }
 
 
@@ -65,15 +72,18 @@ def test_policy_wire_and_formats_need_the_standard_library_alone() -> None:
 
 
 def test_one_file_each_speaks_to_redis_and_to_the_instances() -> None:
-    importers: dict[str, set[str]] = {"redis": set(), "aiohttp": set(), "httpx": set(), "fastapi": set()}
+    names = ("redis", "httptools", "httpx", "fastapi", "prometheus_client", "opentelemetry")
+    importers: dict[str, set[str]] = {name: set() for name in names}
     for path in files():
         for name in imports(path):
             importers.get(name.split(".")[0], set()).add(str(path.relative_to(PACKAGE)))
     assert importers == {
         "redis": {"cluster/store.py"},
-        "aiohttp": {"serving/backend.py"},
+        "httptools": {"connection.py"},
         "httpx": {"cluster/llumlet.py"},
         "fastapi": {"admin.py", "app.py"},
+        "prometheus_client": {"metrics.py", "cluster/plain.py"},
+        "opentelemetry": {"otel.py"},
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.config import Budgets
 from gateway.telemetry import cancel_all
-from gateway.wire import REQUEST_ID_HEADER, RESUMED_HEADER, encode_resumed_header
+from gateway.wire import OWN_REQUEST_ID_HEADER, REQUEST_ID_HEADER, RESUMED_HEADER, encode_resumed_header
 from loadtest.processes import free_port
 from tests.conftest import StartGateway, chat_body, until
 from tests.fake_instance import MODEL, Exchange, Generation, Script, error_body, generate, instances, token_ids
@@ -460,7 +460,7 @@ async def test_every_leg_of_a_request_has_the_same_id_and_no_other_request_has_i
         body = chat_body(request_id="same")
         post = running.client.post
         replies = [post("/v1/chat/completions", json=body, headers={REQUEST_ID_HEADER: "same"}) for _ in range(2)]
-        ids = sorted(reply.headers[REQUEST_ID_HEADER] for reply in await asyncio.gather(*replies))
+        ids = sorted(reply.headers[OWN_REQUEST_ID_HEADER] for reply in await asyncio.gather(*replies))
         assert len(set(ids)) == 2
         for fake in (a, b):
             assert sorted(received.headers[REQUEST_ID_HEADER] for received in fake.received) == ids

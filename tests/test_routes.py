@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from gateway.config import Limits
-from gateway.wire import REQUEST_ID_HEADER, SECRET_HEADER
+from gateway.wire import OWN_REQUEST_ID_HEADER, REQUEST_ID_HEADER, SECRET_HEADER
 from tests.conftest import INTERVALS, Running, StartGateway, chat_body, until, until_true
 from tests.fake_instance import MODEL, SECRET, Exchange, Generation, instances
 
@@ -169,7 +169,7 @@ async def test_a_clients_secrets_stay_at_the_gateway(start_gateway: StartGateway
         assert "x-foo" not in received.headers
         assert received.headers["authorization"] == "Bearer upstream"
         assert received.headers[SECRET_HEADER] == SECRET
-        assert response.headers[REQUEST_ID_HEADER] == received.headers[REQUEST_ID_HEADER]
+        assert response.headers[OWN_REQUEST_ID_HEADER] == received.headers[REQUEST_ID_HEADER]
 
 
 async def test_nothing_a_client_sends_becomes_a_credential_or_an_address(start_gateway: StartGateway) -> None:
@@ -195,9 +195,25 @@ async def test_every_request_gets_an_id_of_its_own(start_gateway: StartGateway) 
         for client_id in ("same", "same", "x" * 50_000, "\xe9"):
             headers = {REQUEST_ID_HEADER.encode(): client_id.encode("latin-1")}
             response = await running.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
-            ids.add(response.headers[REQUEST_ID_HEADER])
+            ids.add(response.headers[OWN_REQUEST_ID_HEADER])
         assert len(ids) == 4
         assert all(len(one) == 32 for one in ids)
+        assert {received.headers[REQUEST_ID_HEADER] for received in a.received} == ids
+
+
+async def test_a_client_is_told_its_own_id_back_as_far_as_it_is_safe(start_gateway: StartGateway) -> None:
+    said = [("r-1", "r-1"), ("x" * 50_000, "x" * 64), ("a b<\xe9>;c", "abc"), ("", None), ("\xe9", None)]
+    async with instances("a") as (a,), start_gateway(a) as running:
+        for path in ("/v1/chat/completions", "/tokenize", "/v1/models"):
+            for client_id, expected in said:
+                headers = {REQUEST_ID_HEADER.encode(): client_id.encode("latin-1")}
+                method = "GET" if path == "/v1/models" else "POST"
+                body = None if method == "GET" else chat_body()
+                response = await running.client.request(method, path, json=body, headers=headers)
+                own = response.headers[OWN_REQUEST_ID_HEADER]
+                assert response.headers.get_list(REQUEST_ID_HEADER) == [expected or own]
+                assert len(own) == 32
+        assert not {"r-1", "abc", "x" * 64} & {received.headers[REQUEST_ID_HEADER] for received in a.received}
 
 
 async def test_headers_of_the_connection_end_at_the_gateway(start_gateway: StartGateway) -> None:

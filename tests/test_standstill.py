@@ -6,12 +6,12 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from gateway.cluster.members import Instance
 from gateway.config import Budgets
+from gateway.connection import ConnectTimeout
 from gateway.errors import LegNotConnected
 from gateway.serving.backend import Backend, Call
 
@@ -20,20 +20,20 @@ INSTANCE = Instance("a", "http://127.0.0.1:9", "boot")
 
 
 class Pool:
-    """As much of aiohttp's session as a leg asks for. The first connection is not there in time."""
+    """As much of a pool as a leg asks for. The first connection is not there in time."""
 
     def __init__(self, stands_still_s: float) -> None:
         self.posts = 0
         self._stands_still_s = stands_still_s
 
-    async def post(self, *_: object, **__: object) -> Any:
+    async def request(self, *_: object, **__: object) -> Any:
         self.posts += 1
         if self.posts == 1:
             time.sleep(self._stands_still_s)  # noqa: ASYNC251
-            raise aiohttp.ConnectionTimeoutError
+            raise ConnectTimeout
         return SimpleNamespace(status=200, headers=CIMultiDictProxy(CIMultiDict()), close=lambda: None)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         pass
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 import pytest_asyncio
@@ -12,8 +14,8 @@ import pytest_asyncio
 from gateway.cluster import keys
 from gateway.cluster.records import Records
 from gateway.cluster.store import Lease, Owner, Store
+from gateway.counters import Counters
 from gateway.errors import StoreUnavailable
-from gateway.telemetry import Counters
 from loadtest.processes import free_port
 from tests.conftest import until_true
 
@@ -128,3 +130,29 @@ async def test_records_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch
     for number in range(5):
         records.forget(str(number))
     assert counters.get("records_dropped") == 2
+
+
+class Stuck:
+    """A store that takes nothing until ``go`` is set."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.owners: dict[str, Owner | None] = {}
+
+    async def write_owners(self, owners: dict[str, Owner | None]) -> None:
+        await self.go.wait()
+        self.owners |= owners
+
+
+async def test_what_a_cancelled_round_had_begun_to_write_is_written_by_the_next() -> None:
+    """A gateway that ends cancels its loops first, and flushes what is left then."""
+    store = Stuck()
+    records = Records(cast(Store, store), 60, Counters())
+    records.forget("r1")
+    flushing = asyncio.create_task(records.flush())
+    await asyncio.sleep(0)
+    flushing.cancel()
+    await asyncio.wait({flushing})
+    store.go.set()
+    await records.flush()
+    assert store.owners == {"r1": None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import socket
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ from gateway.errors import LegTimeout
 from gateway.serving.backend import Backend, Call, Leg
 from tests.conftest import StartGateway
 from tests.fake_instance import MODEL, SECRET, Exchange, Generation, instances
+from tests.scripts import gone
 
 CALL = Call("r" * 32, "/v1/completions", b'{"model":"%s"}' % MODEL.encode())
 POOL = 10
@@ -40,6 +42,33 @@ async def test_silence_before_the_first_event_is_not_measured_by_the_gap_between
         a.script = script
         assert (await running.stream()).endswith(b"data: [DONE]\n\n")
         assert len(a.received) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_whole_request_has_an_end_however_healthy_it_is(stream: bool, start_gateway: StartGateway) -> None:
+    """F39: an error event and an abort upstream; nothing is made up."""
+    budgets = Budgets(total_s=0.6, header_grace_s=0.05)
+
+    async def endless(exchange: Exchange) -> None:
+        generation = Generation(exchange.request)
+        if stream:
+            await exchange.start()
+        while not exchange.client_gone.is_set():
+            if stream:
+                await exchange.send(generation.token(0))
+            await asyncio.sleep(0.05)
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b, budgets=budgets) as running:
+        a.script = endless
+        reply = await running.chat(stream=stream)
+        assert reply.status_code == (200 if stream else 504)
+        last = reply.content.split(b"\n\n")[-2].removeprefix(b"data: ") if stream else reply.content
+        assert json.loads(last)["error"]["code"] == 504
+        assert b"[DONE]" not in reply.content
+        await gone(await a.exchange())
+        assert not b.received
+        assert running.gateway.dispatcher.in_flight("a") == 0
+        assert running.gateway.members.healthy_count() == 2
 
 
 @contextlib.asynccontextmanager

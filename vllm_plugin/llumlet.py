@@ -375,7 +375,7 @@ class Llumlet:
             result = await migration.run()
         finally:
             del self._outgoing[migration.request_id]
-        metrics.migrated(result.outcome)
+        metrics.migrated(result)
         return result
 
     def _peer(self, destination: Destination, migration_id: str) -> Peer:

@@ -27,6 +27,44 @@ MIGRATIONS = PREFIX + "migrations"
 MIGRATIONS_MAX = 1_000
 MIGRATIONS_TTL_S = 86_413
 
+RESPONSE = PREFIX + "response:"
+"""``kvferry:response:<response id>``, ``<instance id> <boot id>``: who holds a stored response, for those that follow
+on it. Written once; the instance itself holds it until it ends, so one that is older than this is only lost to us."""
+RESPONSES = PREFIX + "responses"
+"""Sorted set of those ids by the time of writing, in seconds: it bounds their number, the oldest go first."""
+RESPONSES_MAX = 100_000
+RESPONSES_TTL_S = 86_423
+
+LIMIT = PREFIX + "limit:"
+"""``kvferry:limit:{<key name>}:requests`` and ``:tokens``: hashes, second of Redis's clock to what was used in it, for
+a key's last minute. Bounded by the minute's seconds, refreshed by each request, of no use a minute after the last."""
+LIMIT_WINDOW_TTL_S = 83
+
+LIMIT_PLACE_TTL_S = 29
+"""``kvferry:limit:{<key name>}:running``: sorted set, request id to the time (ms, Redis's) when its place lapses.
+Renewed while the request runs, so that a gateway that dies holds its places no longer than this."""
+LIMIT_PLACE_RENEWAL_S = 7
+
+LIMIT_PROBE = PREFIX + "limit:probe"
+"""Written by a gateway that applies the limits by itself, to see whether Redis takes writes again."""
+LIMIT_PROBE_TTL_S = 11
+
 
 def owner(request_id: str) -> str:
     return OWNER + request_id
+
+
+def response(response_id: str) -> str:
+    return RESPONSE + response_id
+
+
+def limit_requests(key_name: str) -> str:
+    return f"{LIMIT}{{{key_name}}}:requests"
+
+
+def limit_tokens(key_name: str) -> str:
+    return f"{LIMIT}{{{key_name}}}:tokens"
+
+
+def limit_running(key_name: str) -> str:
+    return f"{LIMIT}{{{key_name}}}:running"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -13,6 +14,7 @@ from gateway import wire
 from gateway.errors import LlumletRefused, LlumletTimeout, LlumletUnreachable
 
 MIGRATE_TIMEOUT_S = 60.0
+METRICS_BYTES_MAX = 8 * 1024 * 1024
 KEEP_ALIVE_S = 3.0
 """Less than uvicorn's five seconds, so that no request meets a connection that the instance is just closing."""
 REPORT_GAP_S = 15.0
@@ -21,21 +23,45 @@ REPORT_GAP_S = 15.0
 
 class LlumletClient:
     def __init__(self, secret: str, upstream_api_key: str, timeout_s: float) -> None:
-        headers = {wire.SECRET_HEADER: secret}
-        if upstream_api_key:
-            headers["authorization"] = f"Bearer {upstream_api_key}"
-        limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_S)
-        self._http = httpx.AsyncClient(
-            headers=headers, timeout=httpx.Timeout(timeout_s), limits=limits, trust_env=False
-        )
+        """The secret goes on the llumlet's routes alone: an instance without the plugin is not told it."""
+        headers = {"authorization": f"Bearer {upstream_api_key}"} if upstream_api_key else {}
+        self._stock = _client(headers, timeout_s)
+        self._http = _client(headers | {wire.SECRET_HEADER: secret}, timeout_s)
 
     async def close(self) -> None:
         await self._http.aclose()
+        await self._stock.aclose()
+
+    async def has_plugin(self, url: str) -> bool:
+        """Asked without the secret: a llumlet refuses that, and a server without one does not know the route."""
+        with _mapped(url):
+            return (await self._stock.get(f"{url}/llumlet/status")).status_code != 404
+
+    async def metrics(self, url: str, timeout_s: float) -> str:
+        with _mapped(url):
+            async with asyncio.timeout(timeout_s), self._stock.stream("GET", f"{url}/metrics") as response:
+                if response.is_error:
+                    await response.aread()
+                _check(response)
+                page = bytearray()
+                async for part in response.aiter_bytes():
+                    page += part
+                    if len(page) > METRICS_BYTES_MAX:
+                        raise ValueError(f"metrics of more than {METRICS_BYTES_MAX} bytes")
+                return page.decode("utf-8", "replace")
+
+    async def is_sleeping(self, url: str) -> bool | None:
+        """``None``: vLLM has that route in its development mode alone."""
+        with _mapped(url):
+            response = await self._stock.get(f"{url}/is_sleeping")
+            if response.status_code == 404:
+                return None
+            return _check(response).json()["is_sleeping"] is True
 
     async def health(self, url: str, timeout_s: float | None = None) -> None:
         timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
         with _mapped(url):
-            _check(await self._http.get(f"{url}/health", timeout=timeout))
+            _check(await self._stock.get(f"{url}/health", timeout=timeout))
 
     async def drain(self, url: str, draining: bool) -> None:
         with _mapped(url):
@@ -48,7 +74,7 @@ class LlumletClient:
 
     async def model_cards(self, url: str) -> list[dict[str, Any]]:
         with _mapped(url):
-            response = _check(await self._http.get(f"{url}/v1/models"))
+            response = _check(await self._stock.get(f"{url}/v1/models"))
             cards = response.json()["data"]
             return [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
 
@@ -81,11 +107,16 @@ class LlumletClient:
             return wire.MigrationResult.from_json(_check(response).json())
 
 
+def _client(headers: dict[str, str], timeout_s: float) -> httpx.AsyncClient:
+    limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_S)
+    return httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(timeout_s), limits=limits, trust_env=False)
+
+
 @contextlib.contextmanager
 def _mapped(url: str) -> Iterator[None]:
     try:
         yield
-    except (httpx.ReadTimeout, httpx.ReadError, httpx.RemoteProtocolError) as error:
+    except (TimeoutError, httpx.ReadTimeout, httpx.ReadError, httpx.RemoteProtocolError) as error:
         raise LlumletTimeout(f"{url}: no answer: {error or type(error).__name__}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise LlumletUnreachable(f"{url}: {error or type(error).__name__}") from error

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gateway import wire
-from gateway.policy.view import ClusterView, InstanceView, unknown_load
+from gateway.cluster.health import Health, HealthSettings, may_eject_one
+from gateway.errors import LegError, LegUnreachable
+from gateway.policy.usage import freeness_steps
+from gateway.policy.view import ClusterView, InstanceView, ModelGroup, unknown_load
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,26 @@ class Instance:
     instance_id: str
     url: str
     boot_id: str
+    managed: bool = True
+    """It has the plugin: only then may it be told of migrations, resumes and the cluster's secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLoad:
+    """What vLLM's own metrics say of an instance without the plugin."""
+
+    requests_running: int
+    requests_waiting: int
+    kv_usage: float
+    """The share of the blocks in use, from 0 to 1."""
+    blocks_total: int
+    block_size: int
+    tokens: float | None
+    """All that it has computed so far, prompts included: it grows while the engine works."""
+
+    @property
+    def claims_work(self) -> bool:
+        return self.requests_running > 0 or self.requests_waiting > 0 or self.kv_usage > 0
 
 
 @dataclass(slots=True)
@@ -37,6 +61,32 @@ class Member:
     """It says so itself."""
     drain_ordered: bool = False
     """By this gateway, just now: from the first report on that knows of it, the reports are right."""
+    load: PlainLoad | None = None
+    """Instead of a report, where there is no plugin."""
+    load_at: float = -math.inf
+    progressed_at: float = -math.inf
+    """When its engine was last seen to work: by a token, a report or its counters."""
+    health: Health = field(default_factory=Health)
+
+    @property
+    def usable(self) -> bool:
+        """As far as its health goes."""
+        return self.healthy and self.health.ejected_why is None
+
+    @property
+    def heard_of_at(self) -> float:
+        return max(self.heard_at, self.reported_at, self.progressed_at)
+
+    @property
+    def known_at(self) -> float:
+        """How old what is known of its load is."""
+        return self.reported_at if self.instance.managed else self.load_at
+
+    @property
+    def queue_stands(self) -> bool:
+        """Requests wait, and none runs."""
+        said = self.report if self.instance.managed else self.load
+        return said is not None and said.requests_waiting > 0 and said.requests_running == 0
 
     @property
     def draining(self) -> bool:
@@ -45,6 +95,10 @@ class Member:
     @property
     def models(self) -> frozenset[str]:
         return frozenset(card["id"] for card in self.model_cards)
+
+    @property
+    def groups(self) -> frozenset[ModelGroup]:
+        return frozenset(_group(card) for card in self.model_cards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +116,10 @@ class Patience:
 class Members:
     """``now`` is this process's monotonic clock in seconds, everywhere."""
 
-    def __init__(self, report_stale_s: float) -> None:
+    def __init__(self, report_stale_s: float, unheard_s: float = 5.0, health: HealthSettings | None = None) -> None:
         self._report_stale_s = report_stale_s
+        self._unheard_s = unheard_s
+        self._health = health or HealthSettings()
         self._by_id: dict[str, Member] = {}
 
     def get(self, instance_id: str) -> Instance | None:
@@ -73,20 +129,92 @@ class Members:
     def all(self) -> list[Member]:
         return [self._by_id[instance_id] for instance_id in sorted(self._by_id)]
 
+    def has_plugin(self, url: str) -> bool | None:
+        """``None`` while nothing is known of that URL."""
+        kinds = [member.instance.managed for member in self._by_id.values() if member.instance.url == url]
+        return any(kinds) if kinds else None
+
     def probed(
-        self, instance: Instance, model_cards: Sequence[dict[str, Any]], healthy: bool, reason: str | None
+        self, instance: Instance, model_cards: Sequence[dict[str, Any]], healthy: bool, reason: str | None, now: float
     ) -> None:
+        """It has answered all that was asked. Once lost, an instance is believed after several good probes only."""
         member = self._by_id.get(instance.instance_id)
-        if member is None or member.instance != instance:
+        is_new = member is None or member.instance != instance
+        if member is None or is_new:
             member = self._by_id[instance.instance_id] = Member(instance)
         member.model_cards = _steady(member.model_cards, model_cards)
-        member.healthy, member.reason = healthy, reason
+        member.heard_at = max(member.heard_at, now)
+        if not healthy:
+            member.health.probed_badly()
+            member.healthy, member.reason = False, reason
+        elif member.health.probed_well(now, self._health) or is_new:
+            member.healthy, member.reason = True, None
 
     def lost(self, url: str, reason: str) -> None:
         """A probe failed: the instance stays known, with its models, but nothing is sent there."""
         for member in self._by_id.values():
             if member.instance.url == url:
                 member.healthy, member.reason = False, reason
+                member.health.probed_badly()
+
+    def leg_worked(self, instance: Instance) -> None:
+        member = self._living(instance)
+        if member is not None:
+            member.health.worked()
+
+    def leg_lost(self, instance: Instance, error: LegError, now: float) -> None:
+        if error.instance_at_fault:
+            refused = isinstance(error, LegUnreachable) and error.is_refused
+            self.leg_failed(instance, error.message, refused, now)
+
+    def leg_failed(self, instance: Instance, why: str, refused: bool, now: float) -> None:
+        """``refused``: nobody listens there, which is a fact. Anything else is a suspicion, and may be the request's
+        own fault: only several in a row count, and never against too many instances at once."""
+        member = self._living(instance)
+        if member is None:
+            return
+        if refused:
+            self.lost(instance.url, why)
+        elif member.health.failed(self._health):
+            self._eject(member, why, now)
+
+    def progressed(self, instance: Instance, at: float) -> None:
+        """A token has come from there."""
+        member = self._living(instance)
+        if member is not None:
+            member.progressed_at = max(member.progressed_at, at)
+
+    def silent(self, instance: Instance, silent_s: float, now: float) -> None:
+        """A reply of ``instance`` has been waited for in vain for so long."""
+        member = self._living(instance)
+        if member is not None and min(silent_s, now - member.progressed_at) >= self._health.stall_s:
+            self._eject(member, "its engine makes no progress", now)
+
+    def loaded(self, url: str, load: PlainLoad, now: float) -> None:
+        """Metrics of an instance without the plugin."""
+        for member in self._by_id.values():
+            if member.instance.url == url and not member.instance.managed:
+                if member.load is None or load.tokens != member.load.tokens:
+                    member.progressed_at = max(member.progressed_at, now)
+                member.load, member.load_at = load, now
+                member.heard_at = max(member.heard_at, now)
+
+    def _living(self, instance: Instance) -> Member | None:
+        member = self._by_id.get(instance.instance_id)
+        return member if member is not None and member.instance == instance else None
+
+    def _eject(self, member: Member, why: str, now: float) -> None:
+        if not member.usable:
+            return
+        for model in member.models or {None}:
+            group = [
+                one.health
+                for one in self._by_id.values()
+                if one.healthy and not one.draining and (model is None or model in one.models)
+            ]
+            if not may_eject_one(group, self._health):
+                return
+        member.health.eject(why, now, self._health)
 
     def forget(self, url: str, keep: str) -> None:
         """Another instance answers under this URL now."""
@@ -100,13 +228,15 @@ class Members:
             return
         if member.report is None or report.sequence > member.report.sequence:
             member.report, member.reported_at = report, now
+            if not member.queue_stands:
+                member.progressed_at = max(member.progressed_at, now)
             member.drain_ordered &= not report.draining
 
     def heard(self, url: str, engine_dead: bool, now: float) -> None:
         """Its API server has answered, if only that its engine is dead."""
         for member in self._by_id.values():
             if member.instance.url == url:
-                member.heard_at, member.engine_dead = now, engine_dead
+                member.heard_at, member.engine_dead = max(member.heard_at, now), engine_dead
         if engine_dead:
             self.lost(url, "its engine is dead")
 
@@ -127,20 +257,49 @@ class Members:
             return "has been restarted" if silent_s >= patience.told_s else None
         if member.engine_dead:
             return "says that its engine is dead" if silent_s >= patience.told_s else None
-        if min(silent_s, now - max(member.heard_at, member.reported_at)) >= patience.hang_s:
+        if min(silent_s, now - member.heard_of_at) >= patience.hang_s:
             return "does not answer"
-        if min(silent_s, now - member.reported_at) >= patience.engine_s:
+        if member.queue_stands and min(silent_s, now - member.progressed_at) >= self._health.stall_s:
+            return "has a queue that does not move"
+        # Without the plugin there is no telling a long prefill from an engine that hangs.
+        if instance.managed and min(silent_s, now - member.reported_at) >= patience.engine_s:
             return "has an engine that does nothing"
         return None
 
     def is_stale(self, member: Member, now: float) -> bool:
-        return now - member.reported_at > self._report_stale_s
+        """Nothing is heard of it. Without the plugin there are no reports, and it may be served all the same."""
+        is_silent = now - member.heard_of_at > self._unheard_s
+        return is_silent or (member.instance.managed and now - member.reported_at > self._report_stale_s)
+
+    def knows_load(self, member: Member, now: float) -> bool:
+        """Values that are old, or that claim work while the engine's counters stand still, tell nothing any more."""
+        if member.instance.managed:
+            return member.report is not None
+        if member.load is None or now - member.load_at > self._report_stale_s:
+            return False
+        stands = member.load.tokens is not None and now - member.progressed_at > self._report_stale_s
+        return not (member.load.claims_work and stands)
 
     def healthy_count(self) -> int:
-        return sum(member.healthy for member in self._by_id.values())
+        return sum(member.usable for member in self._by_id.values())
 
     def knows_model(self, model: str) -> bool:
         return any(model in member.models for member in self._by_id.values())
+
+    def group(self, instance_id: str, model: str | None) -> ModelGroup | None:
+        """What ``model`` stands for at that instance; without a name, its default: the first base model."""
+        member = self._by_id.get(instance_id)
+        groups = [] if member is None else [_group(card) for card in member.model_cards]
+        named = [group for group in groups if (group.name == model if model is not None else group.parent is None)]
+        return named[0] if named else None
+
+    def serves(self, instance_id: str, group: ModelGroup) -> bool:
+        member = self._by_id.get(instance_id)
+        return member is not None and group in member.groups
+
+    def is_healthy(self, instance_id: str) -> bool:
+        member = self._by_id.get(instance_id)
+        return member is not None and member.healthy
 
     def model_cards(self) -> list[dict[str, Any]]:
         """The union, by model id; of several cards that of the smallest instance id. Always in the same order."""
@@ -151,17 +310,50 @@ class Members:
         return [cards[model] for model in sorted(cards)]
 
     def view(self, now: float) -> ClusterView:
-        return ClusterView(tuple(_view(member, self.is_stale(member, now)) for member in self.all()))
+        return ClusterView(tuple(self._view(member, now) for member in self.all()))
+
+    def _view(self, member: Member, now: float) -> InstanceView:
+        stale = self.is_stale(member, now)
+        if member.instance.managed:
+            return _view(member, stale)
+        return _plain_view(member, stale, self.knows_load(member, now))
+
+
+def _plain_view(member: Member, stale: bool, load_known: bool) -> InstanceView:
+    """In the terms of a report. The demand of the waiting ones is a guess: each as large as a running one."""
+    view = dataclasses.replace(
+        unknown_load(member.instance.instance_id, member.groups, member.usable),
+        stale=stale,
+        draining=member.draining,
+        managed=False,
+        load_known=load_known,
+    )
+    load = member.load
+    if load is None or not load_known:
+        return view
+    used = load.kv_usage * load.blocks_total
+    queued = load.requests_waiting * max(1, round(used / max(load.requests_running, 1)))
+    batch = load.requests_running + load.requests_waiting
+    return dataclasses.replace(
+        view,
+        block_size=load.block_size,
+        blocks_total=load.blocks_total,
+        virtual_usage_blocks=used,
+        queued_blocks=queued,
+        requests_running=load.requests_running,
+        requests_waiting=load.requests_waiting,
+        freeness_steps=freeness_steps(load.blocks_total, used, batch, load.block_size),
+    )
 
 
 def _view(member: Member, stale: bool) -> InstanceView:
     report = member.report
     if report is None:
-        return unknown_load(member.instance.instance_id, member.models, member.healthy)
+        return unknown_load(member.instance.instance_id, member.groups, member.usable)
     return InstanceView(
         instance_id=member.instance.instance_id,
-        models=member.models,
-        healthy=member.healthy,
+        groups=member.groups,
+        healthy=member.usable,
         stale=stale,
         draining=member.draining,
         kv_format=report.kv_format,
@@ -175,7 +367,13 @@ def _view(member: Member, stale: bool) -> InstanceView:
         requests_running=report.requests_running,
         requests_waiting=report.requests_waiting,
         freeness_steps=-math.inf if member.draining or report.freeness_steps is None else report.freeness_steps,
+        requests_running_max=report.requests_running_max,
     )
+
+
+def _group(card: dict[str, Any]) -> ModelGroup:
+    root, parent = (card[name] if isinstance(card.get(name), str) else None for name in ("root", "parent"))
+    return ModelGroup(card["id"], root, parent)
 
 
 def _steady(known: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:

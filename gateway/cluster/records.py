@@ -5,14 +5,16 @@ A request only ever calls the synchronous methods, so Redis, slow or gone, canno
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import deque
 from typing import Any
 
 from gateway.cluster.store import Owner, Store
+from gateway.counters import Counters
 from gateway.errors import StoreUnavailable
-from gateway.telemetry import Counters, log
+from gateway.telemetry import log
 
 PENDING_MAX = 10_000
 MIGRATIONS_PENDING_MAX = 1_000
@@ -54,13 +56,19 @@ class Records:
                 await self._store.write_owners(pending)
             if migrations:
                 await self._store.add_migrations(migrations)
+        except asyncio.CancelledError:
+            self._keep(pending, migrations)  # The loop ends with the gateway, which flushes once more after it.
+            raise
         except StoreUnavailable as error:
-            self._pending = pending | self._pending
-            self._migrations.extendleft(reversed(migrations[: MIGRATIONS_PENDING_MAX - len(self._migrations)]))
+            self._keep(pending, migrations)
             self._note(down=True, reason=error.message)
         else:
             if pending or migrations:
                 self._note(down=False)
+
+    def _keep(self, pending: dict[str, Owner | None], migrations: list[dict[str, Any]]) -> None:
+        self._pending = pending | self._pending
+        self._migrations.extendleft(reversed(migrations[: MIGRATIONS_PENDING_MAX - len(self._migrations)]))
 
     def _put(self, request_id: str, owner: Owner | None) -> None:
         if len(self._pending) >= PENDING_MAX and request_id not in self._pending:

@@ -7,8 +7,8 @@ import time
 
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Members
+from gateway.counters import Counters
 from gateway.errors import GatewayError
-from gateway.telemetry import Counters
 
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 2.0
@@ -27,6 +27,9 @@ class ReportReader:
         retry_s = RETRY_FIRST_S
         while True:
             try:
+                if not self._members.has_plugin(self._url):  # The secret is not for others.
+                    await asyncio.sleep(RETRY_FIRST_S)
+                    continue
                 async for report in self._llumlets.reports(self._url):
                     self._members.reported(report, time.monotonic())
                     retry_s = RETRY_FIRST_S

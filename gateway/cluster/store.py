@@ -1,4 +1,5 @@
-"""The cluster's state in Redis. The only importer of redis; nothing here is awaited on a request's path.
+"""The cluster's state in Redis. The only importer of redis. On a request's path only two things are asked for: the
+limits of a key with limits, with a budget of their own (limits.py), and who holds a stored response (responses.py).
 
 Every call has a bounded wait and raises :class:`StoreUnavailable` when Redis does not answer in it.
 """
@@ -6,8 +7,9 @@ Every call has a bounded wait and raises :class:`StoreUnavailable` when Redis do
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -49,6 +51,20 @@ redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
 return 1
 """
 
+# KEYS: response, index. ARGV: value, TTL in s, now in s, response id, most, prefix. Expired ones leave the index too.
+_KEEP_RESPONSE = """
+redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+redis.call('ZADD', KEYS[2], ARGV[3], ARGV[4])
+redis.call('EXPIRE', KEYS[2], ARGV[2])
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', ARGV[3] - ARGV[2])
+local over = redis.call('ZCARD', KEYS[2]) - ARGV[5]
+if over > 0 then
+  local oldest = redis.call('ZPOPMIN', KEYS[2], over)
+  for i = 1, #oldest, 2 do redis.call('DEL', ARGV[6] .. oldest[i]) end
+end
+return 1
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -72,6 +88,13 @@ class Owner:
     model: str
 
 
+@dataclass(frozen=True, slots=True)
+class ScriptCall:
+    script: str
+    keys: tuple[str, ...]
+    arguments: tuple[str, ...]
+
+
 class Store:
     def __init__(self, url: str) -> None:
         pool: redis.BlockingConnectionPool = redis.BlockingConnectionPool.from_url(
@@ -84,6 +107,11 @@ class Store:
             decode_responses=True,
         )
         self._redis = redis.Redis.from_pool(pool)
+        self.up = False
+        """Whether the last command was answered."""
+        self.answered_at = -math.inf
+        """This process's monotonic clock."""
+        self.failures = 0
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -148,11 +176,36 @@ class Store:
         values = await self._run(lambda: cast(Awaitable[list[str]], self._redis.lrange(keys.MIGRATIONS, 0, count - 1)))
         return [json.loads(value) for value in values]
 
+    async def keep_response(self, response_id: str, instance_id: str, boot_id: str) -> None:
+        limits = [str(keys.RESPONSES_MAX), keys.RESPONSE]
+        value = [f"{instance_id} {boot_id}", str(keys.RESPONSES_TTL_S), str(int(time.time())), response_id]
+        await self._eval(_KEEP_RESPONSE, [keys.response(response_id), keys.RESPONSES], value + limits)
+
+    async def response_home(self, response_id: str) -> tuple[str, str] | None:
+        """Instance id and boot id."""
+        value = await self._run(lambda: self._redis.get(keys.response(response_id)))
+        if value is None:
+            return None
+        instance_id, _, boot_id = value.partition(" ")
+        return instance_id, boot_id
+
+    async def run_scripts(self, calls: Sequence[ScriptCall]) -> list[Any]:
+        """In this order and in one round trip. One that Redis refuses fails them all, though others may have run."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for call in calls:
+            pipeline.eval(call.script, len(call.keys), *call.keys, *call.arguments)
+        answers: list[Any] = await self._run(pipeline.execute)
+        return answers
+
     async def _eval(self, script: str, key_names: list[str], arguments: list[str]) -> Any:
         return await self._run(lambda: self._redis.eval(script, len(key_names), *key_names, *arguments))
 
     async def _run(self, command: Callable[[], Awaitable[Any]]) -> Any:
         try:
-            return await command()
+            answer = await command()
         except (RedisError, OSError, TimeoutError) as error:
+            self.up = False
+            self.failures += 1
             raise StoreUnavailable(f"Redis: {error or type(error).__name__}") from error
+        self.up, self.answered_at = True, time.monotonic()
+        return answer

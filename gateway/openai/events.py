@@ -20,6 +20,7 @@ _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 _ERROR = re.compile(rb'\s*\{\s*"error"\s*:\s*[{"]')
+_COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,12})')
 _CREATED = re.compile(rb'"created"\s*:\s*(\d+)')
 _ROLE_DELTA = re.compile(rb'"delta"\s*:\s*\{\s*"role"\s*:\s*"[^"]*"\s*(?:,\s*"content"\s*:\s*(?:""|null)\s*)?\}')
 _TRANSFER = re.compile(rb'"(?:kv|ec)_transfer_params"\s*:\s*(?=\{)')
@@ -146,6 +147,12 @@ def hide_transfers(data: bytes) -> bytes:
     return data[: found.end()] + b"null" + hide_transfers(data[end:])
 
 
+def completion_tokens(body: bytes) -> int:
+    """What a whole reply says in its usage; 0 if it says nothing."""
+    found = _COMPLETION_TOKENS.search(body, max(body.rfind(b'"usage"'), 0))
+    return 0 if found is None else int(found[1])
+
+
 def created(block: bytes) -> bytes | None:
     found = _CREATED.search(block)
     return None if found is None else found[1]
@@ -157,6 +164,11 @@ def with_created(block: bytes, value: bytes) -> bytes:
     if found is None or found[1] == value:
         return block
     return block[: found.start(1)] + value + block[found.end(1) :]
+
+
+def with_created_everywhere(run: bytes, value: bytes) -> bytes:
+    """The same for several events of one leg."""
+    return _CREATED.sub(rb'"created":' + value, run)
 
 
 def completed(rest: bytes) -> bytes | None:

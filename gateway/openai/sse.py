@@ -27,6 +27,7 @@ class BlockSplitter:
         self._buffer = bytearray()
         self._bytes_max = bytes_max
         self._searched = 0
+        self._lf_only = True
 
     def feed(self, data: bytes) -> list[bytes]:
         """The blocks that ``data`` completes. A blank line that ends in CR waits for the next byte, maybe its LF."""
@@ -47,12 +48,44 @@ class BlockSplitter:
             raise BlockTooLarge(f"an event of more than {self._bytes_max} bytes")
         return blocks
 
+    def is_run(self, data: bytes) -> bool:
+        """Whether ``data`` is whole blocks as it stands. Changes nothing."""
+        return self._lf_only and not self._buffer and data.endswith(b"\n\n") and b"\r" not in data
+
+    def run(self, data: bytes) -> bytes | None:
+        """The blocks that ``data`` completes, in one piece; ``None``, and nothing done, where CR ends lines too."""
+        self._lf_only = self._lf_only and b"\r" not in data
+        if not self._lf_only:
+            return None
+        if not self._buffer and data.endswith(b"\n\n"):
+            return data
+        end = data.rfind(b"\n\n") + 2
+        if end == 1 and self._buffer.endswith(b"\n") and data.startswith(b"\n"):
+            end = 1
+        elif end == 1:
+            end = 0
+        run = bytes(self._buffer) + data[:end] if end else b""
+        if end:
+            self._buffer.clear()
+            self._searched = 0
+        self._buffer += data[end:]
+        if len(self._buffer) > self._bytes_max:
+            raise BlockTooLarge(f"an event of more than {self._bytes_max} bytes")
+        return run
+
     def rest(self) -> bytes:
         """What is left when the stream has ended: a last block without its blank line, or the stump of one."""
         rest = bytes(self._buffer)
         self._buffer.clear()
         self._searched = 0
         return rest
+
+
+def split(run: bytes) -> list[bytes]:
+    """The blocks of a run; what is left of line ends at its end counts as one more."""
+    splitter = BlockSplitter(len(run))
+    blocks = splitter.feed(run)
+    return [*blocks, rest] if (rest := splitter.rest()) else blocks
 
 
 def lines(block: bytes) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Where a new request starts: at the instance with the highest freeness."""
+"""Where a new request starts: at the instance with the highest freeness. And how long the queues before it are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from gateway.policy.usage import freeness_steps
-from gateway.policy.view import ClusterView, InstanceView
+from gateway.policy.view import ClusterView, InstanceView, ModelGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,27 +15,58 @@ class Sent:
 
     requests: int = 0
     tokens: int = 0
+    in_flight: int = 0
+    """All of its own requests there, reported or not."""
 
 
 _NOTHING_SENT = Sent()
 
 
 def choose_instance(
-    view: ClusterView, model: str | None, sent: Mapping[str, Sent], exclude: Collection[str] = ()
+    view: ClusterView,
+    model: str | None,
+    sent: Mapping[str, Sent],
+    exclude: Collection[str] = (),
+    group: ModelGroup | None = None,
 ) -> str | None:
-    """The id of the usable instance with the highest freeness; ties go to the smaller id. ``None`` if there is none."""
-    candidates = [
-        instance
-        for instance in view.instances
-        if instance.usable and instance.instance_id not in exclude and (model is None or model in instance.models)
-    ]
+    """The id of the usable instance with the highest freeness; ties go to the smaller id. ``None`` if there is none.
+
+    One whose load is not known comes after all that have room, by the number of our own requests there. ``group``: of a
+    request that has begun, which can go on only where its model is the same, whatever its name.
+    """
+    candidates = usable_instances(view, model, exclude, group)
     if not candidates:
         return None
 
-    def rank(instance: InstanceView) -> tuple[float, str]:
-        return -dispatch_freeness(instance, sent.get(instance.instance_id, _NOTHING_SENT)), instance.instance_id
+    def rank(instance: InstanceView) -> tuple[int, float, str]:
+        own = sent.get(instance.instance_id, _NOTHING_SENT)
+        if not instance.load_known:
+            return 1, own.in_flight, instance.instance_id
+        freeness = dispatch_freeness(instance, own)
+        return 0 if freeness > 0 else 2, -freeness, instance.instance_id
 
     return min(candidates, key=rank).instance_id
+
+
+def usable_instances(
+    view: ClusterView, model: str | None, exclude: Collection[str] = (), group: ModelGroup | None = None
+) -> list[InstanceView]:
+    return [
+        instance
+        for instance in view.instances
+        if instance.usable
+        and instance.instance_id not in exclude
+        and (model is None or instance.serves(model))
+        and (group is None or group in instance.groups)
+    ]
+
+
+def queue_length(instance: InstanceView, sent: Sent) -> int:
+    """Requests that wait there, and those on their way that will not all find a place in the batch."""
+    if not instance.load_known:
+        return 0
+    places = max(0, instance.requests_running_max - instance.requests_running - instance.requests_waiting)
+    return instance.requests_waiting + max(0, sent.requests - places)
 
 
 def dispatch_freeness(instance: InstanceView, sent: Sent) -> float:

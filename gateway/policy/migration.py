@@ -30,10 +30,10 @@ def pair_instances(view: ClusterView, current: Mapping[str, str], settings: Migr
     pairs: dict[str, str] = {}
     for source in sources:
         kept = current.get(source.instance_id)
-        if kept in free and _serves_as_much(free[kept], source):
+        if kept in free and free[kept].can_take_over_from(source):
             pairs[source.instance_id] = free.pop(kept).instance_id
     for source in sources:
-        fitting = [instance for instance in free.values() if _serves_as_much(instance, source)]
+        fitting = [instance for instance in free.values() if instance.can_take_over_from(source)]
         if source.instance_id in pairs or not fitting:
             continue
         best = min(fitting, key=lambda to: (not to.can_take_kv_from(source), -to.freeness_steps, to.instance_id))
@@ -44,12 +44,9 @@ def pair_instances(view: ClusterView, current: Mapping[str, str], settings: Migr
 def _is_source(instance: InstanceView, settings: MigrationSettings) -> bool:
     """A draining instance has a freeness of -inf, so it is one as long as anything runs there."""
     loaded = instance.requests_running + instance.requests_waiting > 0
-    return instance.healthy and not instance.stale and loaded and instance.freeness_steps < settings.low_freeness_steps
+    answers = instance.managed and instance.healthy and not instance.stale
+    return answers and loaded and instance.freeness_steps < settings.low_freeness_steps
 
 
 def _is_destination(instance: InstanceView, settings: MigrationSettings) -> bool:
-    return instance.usable and instance.freeness_steps > settings.high_freeness_steps
-
-
-def _serves_as_much(destination: InstanceView, source: InstanceView) -> bool:
-    return source.models <= destination.models
+    return instance.managed and instance.usable and instance.freeness_steps > settings.high_freeness_steps

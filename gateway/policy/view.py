@@ -7,11 +7,23 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class ModelGroup:
+    """Instances that serve ``name`` from the same ``root`` on the same ``parent``: a request can go on at any of them.
+
+    One name may stand for two models, and then they are two groups. ``parent`` is the base model of a LoRA adapter.
+    """
+
+    name: str
+    root: str | None = None
+    parent: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceView:
     """``virtual_usage_blocks`` counts the head of the line alone; ``queued_blocks`` is the whole queue's demand."""
 
     instance_id: str
-    models: frozenset[str]
+    groups: frozenset[ModelGroup]
     healthy: bool
     stale: bool
     """No report for too long: its load is unknown, which is not the same as idle."""
@@ -25,10 +37,23 @@ class InstanceView:
     requests_running: int
     requests_waiting: int
     freeness_steps: float
+    requests_running_max: int = 0
+    """0: not known."""
+    managed: bool = True
+    """It has the plugin: requests can be moved to it and from it."""
+    load_known: bool = True
+    """Without the plugin it may be served although the numbers above are not known."""
 
     @property
     def usable(self) -> bool:
         return self.healthy and not self.stale and not self.draining
+
+    def serves(self, model: str) -> bool:
+        return any(group.name == model for group in self.groups)
+
+    def can_take_over_from(self, source: InstanceView) -> bool:
+        """Whether it has the base models of ``source``. Requests of adapters do not move, so those need not be here."""
+        return all(group in self.groups for group in source.groups if group.parent is None)
 
     def can_take_kv_from(self, source: InstanceView) -> bool:
         return self.kv_format is not None and self.kv_format == source.kv_format
@@ -39,11 +64,11 @@ class ClusterView:
     instances: tuple[InstanceView, ...]
 
 
-def unknown_load(instance_id: str, models: frozenset[str], healthy: bool) -> InstanceView:
+def unknown_load(instance_id: str, groups: frozenset[ModelGroup], healthy: bool) -> InstanceView:
     """An instance that has not reported yet."""
     return InstanceView(
         instance_id=instance_id,
-        models=models,
+        groups=groups,
         healthy=healthy,
         stale=True,
         draining=False,

@@ -14,10 +14,11 @@ from typing import Any
 from gateway import wire
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Instance, Members
+from gateway.counters import Counters
 from gateway.errors import LlumletRefused, LlumletTimeout, LlumletUnreachable
 from gateway.policy.dispatch import Sent, choose_instance
 from gateway.scheduler.executor import Executor
-from gateway.telemetry import Counters, cancel_all, log
+from gateway.telemetry import cancel_all, log
 
 MOVES_AT_ONCE_MAX = 4
 """A llumlet refuses more, in or out."""
@@ -200,7 +201,11 @@ class Drains:
         if source is None:
             return None
         sent = {instance_id: Sent(requests) for instance_id, requests in emptying.sent.items()}
-        unfit = {one.instance_id for one in view.instances if one is source or not source.models <= one.models}
+        unfit = {
+            one.instance_id
+            for one in view.instances
+            if one is source or not one.managed or not one.can_take_over_from(source)
+        }
         other = {one.instance_id for one in view.instances if not one.can_take_kv_from(source)}
         chosen = choose_instance(view, None, sent, unfit | other) or choose_instance(view, None, sent, unfit)
         return None if chosen is None else self._members.get(chosen)

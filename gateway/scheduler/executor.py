@@ -8,9 +8,10 @@ from typing import assert_never
 from gateway import wire
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Instance, Members
+from gateway.counters import OTHER, Counters
 from gateway.errors import LlumletRefused, LlumletUnreachable
 from gateway.policy.decide import Action, Pair, Unpair
-from gateway.telemetry import Counters, log
+from gateway.telemetry import log
 
 
 class Executor:
@@ -39,7 +40,26 @@ class Executor:
     ) -> wire.MigrationResult:
         """Moves one request now. Raises what the source's llumlet answers."""
         order = wire.MigrateOrder(request_id, destination.instance_id, destination.url, method)
-        return await self._llumlets.migrate(source.url, order)
+        try:
+            result = await self._llumlets.migrate(source.url, order)
+        except (LlumletUnreachable, LlumletRefused) as error:
+            self._counters.add("ordered_migrations", method=method, outcome=error.label)
+            raise
+        self._count(method, result)
+        return result
+
+    def _count(self, method: str, result: wire.MigrationResult) -> None:
+        """The outcome is an instance's word: one that is not in the contract is no label."""
+        outcome = result.outcome if result.outcome in ("committed", "aborted") else OTHER
+        self._counters.add("ordered_migrations", method=method, outcome=outcome)
+        for name, value in (
+            ("seconds", result.duration_ms / 1000),
+            ("final_seconds", result.final_ms / 1000),
+            ("stages", result.stages),
+            ("blocks", result.blocks_sent),
+            ("bytes", result.bytes_sent),
+        ):
+            self._counters.distribution(f"ordered_migration_{name}", method=method).observe(value)
 
     async def _pair(self, action: Pair) -> None:
         source, destination = self._members.get(action.source_id), self._members.get(action.destination_id)

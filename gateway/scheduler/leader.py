@@ -8,6 +8,7 @@ import time
 
 from gateway.cluster.members import Members
 from gateway.cluster.store import Lease, Store
+from gateway.counters import Counters
 from gateway.errors import StoreUnavailable
 from gateway.policy.decide import Action, Memory, Pair, PolicySettings, decide
 from gateway.scheduler.executor import Executor
@@ -25,6 +26,7 @@ class Leader:
         executor: Executor,
         settings: PolicySettings,
         lease_s: float,
+        counters: Counters,
     ) -> None:
         self._gateway_id = gateway_id
         self._store = store
@@ -32,6 +34,7 @@ class Leader:
         self._executor = executor
         self._settings = settings
         self._lease_s = lease_s
+        self._counters = counters
         self._lease: Lease | None = None
         self._memory = Memory()
 
@@ -44,12 +47,14 @@ class Leader:
         if lease is None:
             self._memory = Memory()
             return
+        began_at = time.monotonic()
         before = self._memory
         actions, self._memory = decide(self._members.view(time.monotonic()), before, time.monotonic(), self._settings)
         for action in actions:
             self._say(action, before)
         await self._act(actions, lease)
         await self._publish(lease)
+        self._counters.distribution("leader_tick_seconds").observe(time.monotonic() - began_at)
 
     async def _act(self, actions: list[Action], lease: Lease) -> None:
         """At once, so that one that hangs delays none of the others; never past the lease's end by our own clock."""
@@ -92,4 +97,5 @@ class Leader:
         """One line a decision; a renewal is none."""
         if isinstance(action, Pair) and before.pairs.get(action.source_id) == action.destination_id:
             return
+        self._counters.add("leader_actions", action=type(action).__name__.lower())
         log("decide", action=action)

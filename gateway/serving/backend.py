@@ -1,10 +1,9 @@
-"""Requests to instances: one pool an instance, one budget for each kind of wait. aiohttp's exceptions end here."""
+"""Requests to instances: one pool an instance, one budget for each kind of wait. What connections raise ends here."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -12,17 +11,18 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import aiohttp
 from multidict import CIMultiDictProxy
 
 from gateway import wire
 from gateway.cluster.members import Instance
 from gateway.config import Budgets
+from gateway.connection import ConnectFailed, ConnectTimeout, Pool, Response, Sink
 from gateway.errors import LegCut, LegError, LegNotConnected, LegTimeout, LegUnreachable, ResumeFailed, WholeReply
+from gateway.tracing import NO_LEG_TRACE, LegTrace
 
 CONNECTIONS_MAX = 4096
-LARGE_BODY_BYTES = 256 * 1024
 STOOD_STILL_S = 0.2
+LAST_LOOK_S = 0.01
 KEEP_ALIVE_S = 3.0
 """Below uvicorn's 5 s, so that an idle connection is not used just as the instance closes it."""
 
@@ -41,6 +41,7 @@ class Call:
     path: str
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
+    method: str = "POST"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Leg:
     def __init__(
         self,
         instance: Instance,
-        opening: asyncio.Task[aiohttp.ClientResponse | LegError],
+        opening: asyncio.Task[Response | LegError],
         resumption: Resumption | None,
         budgets: Budgets,
         release: Callable[[], None],
@@ -94,10 +95,17 @@ class Leg:
         self.resumption = resumption
         self.head_budget_s: float | None = None
         """Set on the leg of a request that has moved: it is decoding already, so its head and first event are due."""
+        self.trace: LegTrace = NO_LEG_TRACE
         self._opening = opening
         self._budgets = budgets
         self._release = release
-        self._read_once = False
+        self.read_at: float | None = None
+        """When the last bytes of a stream came."""
+        self._opened: Response | None = None
+        self._reading: Response | None = None
+        self._sink: Sink | None = None
+        self._due_at = self._looks_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._wait: asyncio.Timeout | None = None
         self._silent_since = 0.0
         self._given_up: str | None = None
@@ -112,12 +120,16 @@ class Leg:
 
     def close(self) -> None:
         """Idempotent. An unread reply's connection is closed, which is how the instance learns that nobody wants it."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if not self._opening.done():
             self._opening.cancel()
         elif not self._opening.cancelled():
             opened = self._opening.result()
-            if isinstance(opened, aiohttp.ClientResponse):
+            if isinstance(opened, Response):
                 opened.close()
+        self.trace.end()
         self._release()
 
     async def head(self) -> Head:
@@ -125,20 +137,60 @@ class Leg:
         response = await self._response()
         return Head(response.status, response.headers)
 
-    async def read(self) -> bytes:
-        """The next bytes of a stream; empty at its end."""
-        response = await self._response()
-        live = self._read_once or self.head_budget_s is not None
-        budget_s = self._budgets.event_gap_s if live else self._budgets.first_byte_s
+    async def read(self, sink: Sink | None = None) -> bytes:
+        """The next bytes of a stream that ``sink`` does not take; empty at its end."""
+        response = self._opened
+        if response is None:
+            response = self._opened = await self._response()
+        if not response.ready:
+            live = self.read_at is not None or self.head_budget_s is not None
+            self._expect(self._budgets.event_gap_s if live else self._budgets.first_byte_s)
+            self._reading, self._sink = response, sink
+            try:
+                await response.wait(None if sink is None else self._sunk)
+            finally:
+                self._reading = self._sink = None
+        self.read_at = time.monotonic()
         try:
-            with self._waiting(budget_s, "between events") as wait:
-                async with wait:
-                    data = await response.content.readany()
-        except LegCut:
-            if not (data := _arrived(response.content)):
-                raise
-        self._read_once = True
-        return data
+            return response.take()
+        except OSError as error:
+            raise LegCut(self.instance_id, "The instance's connection ended between events.") from error
+
+    def _sunk(self, data: bytes) -> bool:
+        if self._sink is None or not self._sink(data):
+            return False
+        self._expect(self._budgets.event_gap_s)
+        self.read_at = self._silent_since
+        return True
+
+    def _expect(self, budget_s: float) -> None:
+        """Something must come in time. A timer that is armed already is left as it is: nearly all waits end long
+        before, and one timer for each event would cost as much as the event."""
+        self._silent_since = now = time.monotonic()
+        self._due_at = now + budget_s
+        if self._timer is None or self._looks_at > self._due_at:
+            self._look_at(self._due_at, now)
+
+    def _look_at(self, due_at: float, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._looks_at = due_at
+        self._timer = asyncio.get_running_loop().call_later(due_at - now, self._look)
+
+    def _look(self) -> None:
+        self._timer, now = None, time.monotonic()
+        if self._reading is None:
+            return
+        if now < self._due_at:
+            self._look_at(self._due_at, now)
+        elif now > self._due_at + STOOD_STILL_S:
+            # It is this gateway that stood still: what has come meanwhile is read before the next look.
+            self._due_at = now
+            self._look_at(now + LAST_LOOK_S, now)
+        else:
+            self._reading.interrupt(
+                LegTimeout(self.instance_id, "The instance was silent for too long between events.")
+            )
 
     async def whole(self, bytes_max: int) -> WholeReply:
         """The complete reply, of a bounded size."""
@@ -147,7 +199,7 @@ class Leg:
         size = 0
         with self._waiting(self._budgets.whole_reply_s, "within its reply") as wait:
             async with wait:
-                while part := await response.content.readany():
+                while part := await response.readany():
                     self._silent_since = time.monotonic()
                     parts.append(part)
                     size += len(part)
@@ -155,7 +207,7 @@ class Leg:
                         raise LegCut(self.instance_id, f"The reply is larger than {bytes_max} bytes.")
         return WholeReply(response.status, Head(response.status, response.headers).end_to_end(), b"".join(parts))
 
-    async def _response(self) -> aiohttp.ClientResponse:
+    async def _response(self) -> Response:
         if not self._opening.done():
             with self._waiting(self.head_budget_s, "before its reply") as wait:
                 async with wait:
@@ -167,11 +219,13 @@ class Leg:
 
     def silent_s(self, now: float) -> float:
         """For how long someone has waited here in vain; 0 while nobody waits, as when the client is slow to read."""
-        return now - self._silent_since if self._wait is not None else 0.0
+        return now - self._silent_since if self._wait is not None or self._reading is not None else 0.0
 
     def give_up(self, why: str) -> None:
         """Ends the wait that is under way, as if its time were up: ``why`` completes "The instance ..."."""
-        if self._wait is not None and not self._wait.expired():
+        if self._reading is not None:
+            self._reading.interrupt(LegTimeout(self.instance_id, f"The instance {why}."))
+        elif self._wait is not None and not self._wait.expired():
             self._given_up = why
             self._wait.reschedule(asyncio.get_running_loop().time())
 
@@ -195,13 +249,13 @@ class Backend:
         self, secret: str, upstream_api_key: str, budgets: Budgets, connections_max: int = CONNECTIONS_MAX
     ) -> None:
         """``connections_max``: to one instance."""
-        self._headers = {wire.SECRET_HEADER: secret, "accept-encoding": "identity", "content-type": "application/json"}
+        self._secret = secret
+        self._headers = [("accept-encoding", "identity")]
         if upstream_api_key:
-            self._headers["authorization"] = f"Bearer {upstream_api_key}"
+            self._headers.append(("authorization", f"Bearer {upstream_api_key}"))
         self._budgets = budgets
         self._connections_max = connections_max
-        self._pools: dict[str, tuple[Instance, aiohttp.ClientSession]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._pools: dict[str, tuple[Instance, Pool]] = {}
         self._legs: set[Leg] = set()
 
     def legs(self) -> list[Leg]:
@@ -218,11 +272,12 @@ class Backend:
         resumption: Resumption | None = None,
     ) -> Leg:
         """Begins to ask ``instance``; ``release`` is called when the leg is closed."""
+        assert instance.managed or resumption is None
         headers = [*call.headers, (wire.REQUEST_ID_HEADER, call.request_id)]
         if resumption is not None:
             headers.append((wire.RESUME_HEADER, resumption.resume_id))
         head_s = self._budgets.first_byte_s if stream else self._budgets.whole_reply_s
-        opening = asyncio.create_task(self._post(instance, call.path, call.body, headers, head_s))
+        opening = asyncio.create_task(self._answered(instance, call, headers, head_s))
 
         def closed() -> None:
             self._legs.discard(leg)
@@ -232,12 +287,20 @@ class Backend:
         self._legs.add(leg)
         return leg
 
+    def forget(self, is_known: Callable[[str], object]) -> None:
+        """The connections to instances that are no more, unless a leg is still there."""
+        busy = {leg.instance_id for leg in self._legs}
+        for instance_id in [one for one in self._pools if one not in busy and not is_known(one)]:
+            self._drop_pool(instance_id)
+
     async def put_resume(self, instance: Instance, resume_id: str, resume: wire.Resume) -> None:
         """Gives the instance the tokens that a leg opened next under ``resume_id`` is to go on from."""
-        url = f"{instance.url}/llumlet/resumes/{resume_id}"
+        assert instance.managed
+        body = json.dumps(resume.to_json()).encode()
         with _mapped(instance.instance_id, "given the tokens so far"):
             async with asyncio.timeout(self._budgets.moved_s):
-                async with self._pool(instance).put(url, data=json.dumps(resume.to_json())) as response:
+                response = await self._ask(instance, "PUT", f"/llumlet/resumes/{resume_id}", body, [])
+                with contextlib.closing(response):
                     if response.status >= 300:
                         raise ResumeFailed(
                             instance.instance_id,
@@ -247,38 +310,31 @@ class Backend:
 
     async def close(self) -> None:
         for _, pool in self._pools.values():
-            await pool.close()
+            pool.close()
         self._pools.clear()
-        await asyncio.gather(*self._closing)
 
-    def _pool(self, instance: Instance) -> aiohttp.ClientSession:
+    def _pool(self, instance: Instance) -> Pool:
         """The instance's own; a restarted one gets a new one, for nothing of its old connections is of use."""
         known = self._pools.get(instance.instance_id)
         if known is not None and known[0] == instance:
             return known[1]
-        if known is not None:
-            closing = asyncio.create_task(known[1].close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-        pool = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._connections_max, keepalive_timeout=KEEP_ALIVE_S),
-            headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=None, connect=self._budgets.connect_s),
-            auto_decompress=False,
-            trust_env=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent",),
-        )
+        self._drop_pool(instance.instance_id)
+        pool = Pool(instance.url, self._connections_max, self._budgets.connect_s, KEEP_ALIVE_S)
         self._pools[instance.instance_id] = (instance, pool)
         return pool
 
-    async def _post(
-        self, instance: Instance, path: str, body: bytes, headers: list[tuple[str, str]], head_s: float
-    ) -> aiohttp.ClientResponse | LegError:
+    def _drop_pool(self, instance_id: str) -> None:
+        _, pool = self._pools.pop(instance_id, (None, None))
+        if pool is not None:
+            pool.close()
+
+    async def _answered(
+        self, instance: Instance, call: Call, headers: list[tuple[str, str]], head_s: float
+    ) -> Response | LegError:
         """A failure is a value here: the task may end long before anyone asks for its result, or unasked."""
         asked = time.monotonic()
         try:
-            return await self._post_once(instance, path, body, headers, head_s)
+            return await self._answered_once(instance, call, headers, head_s)
         except LegNotConnected as error:
             # Late by more than the limit, it is this gateway that stood still: the instance was there all the time.
             if time.monotonic() - asked < self._budgets.connect_s + STOOD_STILL_S:
@@ -286,28 +342,23 @@ class Backend:
         except LegError as error:
             return error
         try:
-            return await self._post_once(instance, path, body, headers, head_s)
+            return await self._answered_once(instance, call, headers, head_s)
         except LegError as error:
             return error
 
-    async def _post_once(
-        self, instance: Instance, path: str, body: bytes, headers: list[tuple[str, str]], head_s: float
-    ) -> aiohttp.ClientResponse:
+    async def _answered_once(
+        self, instance: Instance, call: Call, headers: list[tuple[str, str]], head_s: float
+    ) -> Response:
         with _mapped(instance.instance_id, "before its reply"):
             async with asyncio.timeout(head_s):
-                return await self._pool(instance).post(
-                    instance.url + path, data=_payload(body), headers=headers, allow_redirects=False
-                )
+                return await self._ask(instance, call.method, call.path, call.body, headers)
 
-
-def _payload(body: bytes) -> bytes | io.BytesIO:
-    """aiohttp writes a file piece by piece, and bytes at once: a large body would hold up everyone else's stream."""
-    return body if len(body) < LARGE_BODY_BYTES else io.BytesIO(body)
-
-
-def _arrived(content: aiohttp.StreamReader) -> bytes:
-    """What came in before a connection failed. aiohttp has no public way to it, and would drop good events."""
-    return content._read_nowait(-1) if content._buffer else b""
+    async def _ask(
+        self, instance: Instance, method: str, path: str, body: bytes, headers: list[tuple[str, str]]
+    ) -> Response:
+        typed = [] if any(name == "content-type" for name, _ in headers) else [("content-type", "application/json")]
+        secret = [(wire.SECRET_HEADER, self._secret)] if instance.managed else []
+        return await self._pool(instance).request(method, path, [*self._headers, *secret, *typed, *headers], body)
 
 
 @contextlib.contextmanager
@@ -315,11 +366,13 @@ def _mapped(instance_id: str, when: str) -> Iterator[None]:
     """Instance ids are for the operator; addresses and system errors stay out of what clients are told."""
     try:
         yield
-    except aiohttp.ClientConnectorError as error:
-        raise LegUnreachable(instance_id, "The instance could not be reached.") from error
-    except aiohttp.ConnectionTimeoutError as error:
+    except ConnectFailed as error:
+        unreachable = LegUnreachable(instance_id, "The instance could not be reached.")
+        unreachable.is_refused = isinstance(error.__cause__, ConnectionRefusedError)
+        raise unreachable from error
+    except ConnectTimeout as error:
         raise LegNotConnected(instance_id, "The instance could not be reached in time.") from error
     except TimeoutError as error:
         raise LegTimeout(instance_id, f"The instance was silent for too long {when}.") from error
-    except (aiohttp.ClientError, RuntimeError, OSError) as error:  # aiohttp: RuntimeError("Connection closed.")
+    except OSError as error:
         raise LegCut(instance_id, f"The instance's connection ended {when}.") from error

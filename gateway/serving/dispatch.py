@@ -8,11 +8,17 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from gateway.cluster.members import Instance, Members
-from gateway.errors import NoInstance, NotFound
-from gateway.policy.dispatch import Sent, choose_instance
+from gateway.errors import NoInstance, NotFound, Overloaded
+from gateway.policy.dispatch import Sent, choose_instance, queue_length, usable_instances
+from gateway.policy.view import ClusterView, InstanceView, ModelGroup
 
 REPORT_LAG_S = 0.25
 """A report received within this time of our sending may have been made before the request got there."""
+SENDING_AGE_S_MAX = 60.0
+"""After that, a request whose instance says nothing of its load is counted as in flight alone."""
+TRICKLE_S = 5.0
+"""An instance whose load is not known, and where nothing of ours runs, gets a request that often: a server may tell
+what it told last until the next request makes it look again."""
 BYTES_PER_TOKEN = 4
 """A rough guess from the length of the body; it matters only until the next report."""
 
@@ -23,17 +29,41 @@ class _Sending:
     tokens: int
 
 
+_NONE: deque[_Sending] = deque()
+
+
 class Dispatcher:
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, requests_max: int = 1024, queue_max: int = 256) -> None:
+        """``requests_max``: this gateway's at one instance. ``queue_max``: an instance's share of a full cluster's."""
         self._members = members
+        self._requests_max = requests_max
+        self._queue_max = queue_max
+        self._trickled_at: dict[Instance, float] = {}
         self._in_flight: Counter[str] = Counter()
         self._sendings: dict[str, deque[_Sending]] = {}
 
-    def choose(self, model: str | None, exclude: Collection[str] = ()) -> Instance:
-        """Raises :class:`NotFound` for a model that no instance is known to serve, else :class:`NoInstance`."""
+    def choose(
+        self,
+        model: str | None,
+        exclude: Collection[str] = (),
+        group: ModelGroup | None = None,
+        *,
+        is_new: bool = False,
+    ) -> Instance:
+        """Raises :class:`NotFound` for a model that no instance is known to serve, else :class:`NoInstance`.
+
+        ``group``: of a request that has begun; it goes on only where the same is served. ``is_new``: nobody works on
+        the request yet, so that it can be turned away when all queues are long.
+        """
         now = time.monotonic()
         view = self._members.view(now)
-        chosen = choose_instance(view, model, self._unreported(), exclude)
+        sent = self._sent(now)
+        full = {one for one, here in sent.items() if here.in_flight >= self._requests_max}
+        if is_new:
+            self._admit(view, model, sent, exclude, full)
+        chosen = self._trickle(usable_instances(view, model, exclude, group), sent, now) or choose_instance(
+            view, model, sent, full.union(exclude), group
+        )
         instance = None if chosen is None else self._members.get(chosen)
         if instance is not None:
             return instance
@@ -53,19 +83,70 @@ class Dispatcher:
             if not released:
                 released = True
                 self._in_flight[instance_id] -= 1
+                if not self._in_flight[instance_id]:
+                    del self._in_flight[instance_id]
 
         return release
 
     def in_flight(self, instance_id: str) -> int:
         return self._in_flight[instance_id]
 
-    def _unreported(self) -> dict[str, Sent]:
-        unreported: dict[str, Sent] = {}
-        for member in self._members.all():
-            sendings = self._sendings.get(member.instance.instance_id)
-            if not sendings:
+    def forget(self, is_known: Callable[[str], object]) -> None:
+        """What was sent to instances that are no more."""
+        self._sendings = {one: sendings for one, sendings in self._sendings.items() if is_known(one)}
+
+    def may_come(self, model: str | None, exclude: Collection[str], group: ModelGroup | None = None) -> bool:
+        """Whether an instance is known that could serve it, were it usable."""
+        return any(
+            member.instance.instance_id not in exclude
+            and (model is None or model in member.models)
+            and (group is None or group in member.groups)
+            for member in self._members.all()
+        )
+
+    def check_room(self, instance_id: str) -> None:
+        """For a request that can only go there. Raises :class:`Overloaded`."""
+        if self._in_flight[instance_id] >= self._requests_max:
+            raise _overloaded()
+
+    def without_plugin(self) -> set[str]:
+        return {member.instance.instance_id for member in self._members.all() if not member.instance.managed}
+
+    def _admit(
+        self, view: ClusterView, model: str | None, sent: dict[str, Sent], exclude: Collection[str], full: set[str]
+    ) -> None:
+        usable = usable_instances(view, model, exclude)
+        if not usable:
+            return
+        waiting = sum(queue_length(one, sent[one.instance_id]) for one in usable)
+        if waiting >= self._queue_max * len(usable) or all(one.instance_id in full for one in usable):
+            raise _overloaded()
+
+    def _trickle(self, usable: list[InstanceView], sent: dict[str, Sent], now: float) -> str | None:
+        for one in usable:
+            instance = self._members.get(one.instance_id)
+            if one.load_known or instance is None:
                 continue
-            while sendings and sendings[0].at < member.reported_at - REPORT_LAG_S:
+            at = self._trickled_at.setdefault(instance, now)
+            if now - at >= TRICKLE_S and sent[one.instance_id].in_flight == 0:
+                self._trickled_at[instance] = now
+                return one.instance_id
+        return None
+
+    def _sent(self, now: float) -> dict[str, Sent]:
+        sent: dict[str, Sent] = {}
+        for member in self._members.all():
+            instance_id = member.instance.instance_id
+            sendings = self._sendings.get(instance_id, _NONE)
+            known_until = max(member.known_at - REPORT_LAG_S, now - SENDING_AGE_S_MAX)
+            while sendings and sendings[0].at < known_until:
                 sendings.popleft()
-            unreported[member.instance.instance_id] = Sent(len(sendings), sum(one.tokens for one in sendings))
-        return unreported
+            tokens = sum(one.tokens for one in sendings)
+            sent[instance_id] = Sent(len(sendings), tokens, self._in_flight[instance_id])
+        for instance in [one for one in self._trickled_at if self._members.get(one.instance_id) != one]:
+            del self._trickled_at[instance]
+        return sent
+
+
+def _overloaded() -> Overloaded:
+    return Overloaded("Too many requests are waiting for this model. Try again later.", code="overloaded")

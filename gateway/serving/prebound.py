@@ -39,6 +39,7 @@ class Prebound:
 
     def unbind(self, unbind: wire.Unbind) -> None:
         if unbind.migration_id == self._migration_id:
+            self._session.visit.counters.add("migrations_withdrawn")
             self.close()
 
     def take(self, moved: wire.Moved, output_tokens: int) -> Leg | None:

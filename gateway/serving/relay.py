@@ -6,13 +6,15 @@ import asyncio
 import dataclasses
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 from gateway import wire
 from gateway.config import Budgets, Limits
 from gateway.errors import LegCut, LegError, LegRefused, ResumeFailed, WholeReply
 from gateway.openai import events, sse
-from gateway.openai.events import Chunk, Done, Other, StreamItem
+from gateway.openai.events import Chunk, Done, Other
+from gateway.openai.tokens import RunItem, Tokens, read_run, read_tokens
 from gateway.serving.backend import Head, Leg, Resumption
 from gateway.serving.prebound import Prebound
 from gateway.serving.reply import Reply
@@ -76,49 +78,55 @@ class Relay:
             return Lost(LegError(leg.instance_id, "The instance aborted the request."))
         if reply.started:
             return Lost(LegError(leg.instance_id, message, instance_at_fault=False))
+        session.whole_tokens = events.completion_tokens(whole.body)
         session.end("done" if whole.status < 400 else "refused")
         await reply.whole(dataclasses.replace(whole, body=events.hide_transfers(whole.body)))
         return Ended()
 
     async def _stream(self, leg: Leg, head: Head, session: Session, prebound: Prebound, reply: Reply) -> Outcome:
         splitter = sse.BlockSplitter()
-        data = await self._first_bytes(leg, head, reply)
+        sink = partial(self._pass_at_once, splitter, leg, session, reply)
+        data = await first_bytes(leg, head, reply, self._budgets.header_grace_s)
         while data:
             try:
-                items = _items(splitter.feed(data))
+                items = _items(splitter, data, session)
             except (sse.BlockTooLarge, events.MalformedEvent) as error:
                 raise LegCut(leg.instance_id, f"The instance sent {error}.") from error
             outcome = await self._pass_on(items, leg, head, session, prebound, reply)
             if outcome is not None:
                 return outcome
-            data = await leg.read()
+            data = await leg.read(sink)
         if (last := events.completed(splitter.rest())) is not None:
-            outcome = await self._pass_on(_items([last]), leg, head, session, prebound, reply)
+            outcome = await self._pass_on(list(events.read_block(last)), leg, head, session, prebound, reply)
             if outcome is not None:
                 return outcome
         if session.is_complete:
             return await self._end(sse.DONE, 0, session, head, reply)
         raise LegCut(leg.instance_id, "The instance's stream ended before its reply was complete.")
 
-    async def _first_bytes(self, leg: Leg, head: Head, reply: Reply) -> bytes:
-        """A stream may fail right after its head; after a short grace the client gets the status and waits on."""
-        reading = asyncio.ensure_future(leg.read())
-        try:
-            await asyncio.wait({reading}, timeout=self._budgets.header_grace_s)
-            if not reading.done():
-                await reply.start_stream(head.end_to_end())
-            return await reading
-        finally:
-            reading.cancel()
+    def _pass_at_once(self, splitter: sse.BlockSplitter, leg: Leg, session: Session, reply: Reply, data: bytes) -> bool:
+        """Most of a stream: whole token events, for a client that takes them. No task has to wake for those."""
+        if not reply.can_write or session.finished or not splitter.is_run(data):
+            return False
+        if (tokens := read_tokens(data, not session.body.wants_token_ids)) is None:
+            return False
+        shown = self._show_tokens(tokens, leg, session)
+        session.sent(tokens.events, time.monotonic())
+        reply.write_at_once(shown)
+        return True
 
     async def _pass_on(
-        self, items: list[StreamItem], leg: Leg, head: Head, session: Session, prebound: Prebound, reply: Reply
+        self, items: list[RunItem], leg: Leg, head: Head, session: Session, prebound: Prebound, reply: Reply
     ) -> Outcome | None:
         """One read's blocks, in one write. ``None``: the stream goes on."""
         out: list[bytes] = []
         count = 0
         for item in items:
             match item:
+                case Tokens():
+                    if not (session.finished and leg.resumption is not None):  # Else it says again: see _show.
+                        out.append(self._show_tokens(item, leg, session))
+                        count += item.events
                 case Chunk(failure=int() as status):
                     await self._write(out, count, session, head, reply)
                     return Lost(_failed_within(leg.instance_id, item, status))
@@ -162,22 +170,46 @@ class Relay:
             block = events.with_created(block, session.created)
         return block
 
+    def _show_tokens(self, tokens: Tokens, leg: Leg, session: Session) -> bytes:
+        session.take_tokens(tokens)
+        if session.created is None:
+            session.created = events.created(tokens.data)
+        elif leg.resumption is not None:
+            return events.with_created_everywhere(tokens.data, session.created)
+        return tokens.data
+
     async def _write(self, out: list[bytes], count: int, session: Session, head: Head, reply: Reply) -> None:
         if out:
             if count:
                 session.sent(count, time.monotonic())
-            await reply.start_stream(head.end_to_end())
-            await reply.write(b"".join(out))
+            if not reply.started:
+                await reply.start_stream(head.end_to_end())
+            await reply.write(out[0] if len(out) == 1 else b"".join(out))
 
     async def _end(self, data: bytes, count: int, session: Session, head: Head, reply: Reply) -> Outcome:
+        await reply.ending()
         await self._write([data], count, session, head, reply)
         session.end("failed" if session.outcome == "failed" else "done")
         await reply.end()
         return Ended()
 
 
-def _items(blocks: list[bytes]) -> list[StreamItem]:
-    return [item for block in blocks for item in events.read_block(block)]
+async def first_bytes(leg: Leg, head: Head, reply: Reply, grace_s: float) -> bytes:
+    """A stream may fail right after its head; after a short grace the client gets the status and waits on."""
+    reading = asyncio.ensure_future(leg.read())
+    try:
+        await asyncio.wait({reading}, timeout=grace_s)
+        if not reading.done():
+            await reply.start_stream(head.end_to_end())
+        return await reading
+    finally:
+        reading.cancel()
+
+
+def _items(splitter: sse.BlockSplitter, data: bytes, session: Session) -> list[RunItem]:
+    if (run := splitter.run(data)) is not None:
+        return read_run(run, hide_token_ids=not session.body.wants_token_ids)
+    return [item for block in splitter.feed(data) for item in events.read_block(block)]
 
 
 def _failed(instance_id: str, message: str, whole: WholeReply, event: bytes | None = None) -> LegError:

@@ -12,21 +12,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import time
 import uuid
 from typing import assert_never
 
 from gateway import wire
 from gateway.cluster.members import Members
+from gateway.counters import Counters
 from gateway.errors import GatewayError, LegError, LegUnreachable, NoInstance, NotFound, ResumeFailed
 from gateway.openai.body import GenerateBody
 from gateway.serving.backend import Backend, Call, Leg, Resumption
+from gateway.serving.deadline import Deadlines
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.prebound import Prebound
-from gateway.serving.relay import Ended, Left, Lost, Relay
+from gateway.serving.relay import Ended, Left, Lost, Outcome, Relay
 from gateway.serving.reply import Reply
 from gateway.serving.session import Move, Session, Sessions
-from gateway.telemetry import Counters, log
+from gateway.serving.waiting import Waiting
+from gateway.telemetry import log
 
 DEATHS_MAX = 2
 """Instances that may fail under one request. It may be what they failed of, so a third one is not tried."""
@@ -41,6 +46,8 @@ class Server:
         self,
         members: Members,
         dispatcher: Dispatcher,
+        waiting: Waiting,
+        deadlines: Deadlines,
         backend: Backend,
         relay: Relay,
         sessions: Sessions,
@@ -49,6 +56,8 @@ class Server:
     ) -> None:
         self._members = members
         self._dispatcher = dispatcher
+        self._waiting = waiting
+        self._deadlines = deadlines
         self._backend = backend
         self._relay = relay
         self._sessions = sessions
@@ -57,38 +66,47 @@ class Server:
 
     async def serve(self, call: Call, body: GenerateBody, reply: Reply) -> None:
         """Cancelled when the client has gone."""
-        session = Session(call, body)
+        session = Session(call, body, reply.meter, reply.visit)
         with self._sessions.tracked(session), Prebound(session, self._open_at) as prebound:
             try:
-                await self._serve(session, prebound, reply)
+                async with self._deadlines.bounded():
+                    await self._serve(session, prebound, reply)
             except GatewayError as error:
                 session.end("failed")
-                self._counters.add("requests_failed")
-                log("failed", level=logging.WARNING, request=session.request_id, reason=error.message)
+                self._counters.add("errors", kind=error.label)
+                # Of the other kinds the message quotes what the client has chosen.
+                reason = error.message if isinstance(error, LegError) else error.label
+                log("failed", level=logging.WARNING, request=session.request_id, reason=reason)
                 await _fail(reply, error)
 
     async def _serve(self, session: Session, prebound: Prebound, reply: Reply) -> None:
-        leg = self._start(session)
+        leg = await self._start(session)
         while True:
             with leg:
                 self._sessions.owned_by(session, leg.instance_id)
+                leg.trace.outcome("cancelled")
                 outcome = await self._relay.run(leg, session, prebound, reply)
+                leg.trace.outcome(_said(outcome))
             match outcome:
                 case Ended():
+                    self._members.leg_worked(leg.instance)
                     return
                 case Left(moved):
+                    self._members.leg_worked(leg.instance)
                     leg = await self._follow(session, moved, prebound)
                 case Lost(error):
                     prebound.close()
+                    self._members.leg_lost(leg.instance, error, time.monotonic())
                     leg = await self._recover(session, error)
                 case _:
                     assert_never(outcome)
 
-    def _start(self, session: Session) -> Leg:
+    async def _start(self, session: Session, kind: str = "first") -> Leg:
         """A leg from the first token on."""
-        instance = self._dispatcher.choose(session.body.model, session.failed_instances)
+        instance = await self._waiting.choose(session.body.model, session.failed_instances, is_new=kind == "first")
         log("dispatch", level=logging.DEBUG, request=session.request_id, instance=instance.instance_id)
-        leg = self._open_at(session, instance.instance_id)
+        session.group = self._members.group(instance.instance_id, session.body.model)
+        leg = self._open_at(session, instance.instance_id, kind=kind)
         assert leg is not None
         return leg
 
@@ -115,40 +133,50 @@ class Server:
             if not _can_go_on(session):
                 raise error
             try:
-                return self._restart(session) if session.events_sent == 0 else await self._resume(session)
+                return await self._restart(session) if session.events_sent == 0 else await self._resume(session)
             except (NoInstance, NotFound):  # NotFound: the last instance with the model has been forgotten.
                 raise error from None
             except LegError as another:
                 error = another
 
-    def _restart(self, session: Session) -> Leg:
+    async def _restart(self, session: Session) -> Leg:
         """Nothing has reached the client, so nothing can be said twice."""
         session.restart()
         self._counters.add("requests_restarted")
-        return self._start(session)
+        return await self._start(session, "restarted")
 
     async def _resume(self, session: Session) -> Leg:
-        """A leg that goes on from the tokens that the client has been sent, on any instance: it recomputes."""
-        instance = self._dispatcher.choose(session.body.model, session.failed_instances)
+        """A leg that goes on from the tokens that the client has been sent, on any instance with the plugin, wherever
+        they were made: it recomputes."""
+        unfit = session.failed_instances | self._dispatcher.without_plugin()
+        instance = await self._waiting.choose(session.body.model, unfit, session.group, is_new=False)
         resume_id = uuid.uuid4().hex
         tokens = list(session.output_token_ids)
         try:
             await self._backend.put_resume(instance, resume_id, wire.Resume(session.request_id, tokens))
         except LegError as error:
+            self._members.leg_lost(instance, error, time.monotonic())
             error.is_death = False  # It had not begun with the request.
             raise
-        leg = self._open_at(session, instance.instance_id, Resumption(resume_id, len(tokens), own=True))
+        leg = self._open_at(session, instance.instance_id, Resumption(resume_id, len(tokens), own=True), kind="resumed")
         if leg is None:
             raise LegUnreachable(instance.instance_id, "The instance has just gone.")
         self._note_move(session, resume_id, instance.instance_id, len(tokens), "resumed")
         return leg
 
-    def _open_at(self, session: Session, instance_id: str, resumption: Resumption | None = None) -> Leg | None:
+    def _open_at(
+        self, session: Session, instance_id: str, resumption: Resumption | None = None, *, kind: str = "migrated"
+    ) -> Leg | None:
         instance = self._members.get(instance_id)
-        if instance is None:
+        if instance is None or (resumption is not None and not instance.managed):
             return None
+        self._counters.add("legs", instance_id=instance_id, kind=kind)
         release = self._dispatcher.hold(instance_id, len(session.call.body))
-        return self._backend.open(instance, session.call, release, stream=session.body.stream, resumption=resumption)
+        trace = session.visit.trace.leg(instance_id, instance.boot_id, kind)
+        call = dataclasses.replace(session.call, headers=trace.headers(session.call.headers))
+        leg = self._backend.open(instance, call, release, stream=session.body.stream, resumption=resumption)
+        leg.trace = trace
+        return leg
 
     def _note_move(self, session: Session, migration_id: str, to: str, output_tokens: int, kind: str) -> None:
         source = session.instance_id or ""
@@ -161,9 +189,21 @@ class Server:
         if error.instance_at_fault:
             session.failed_instances.add(error.instance_id)
             session.deaths += error.is_death
-        self._counters.add("legs_lost")
+        self._counters.add("legs_lost", kind=error.label)
         request, instance = session.request_id, error.instance_id
         log("leg_lost", level=logging.WARNING, request=request, instance=instance, reason=error.message)
+
+
+def _said(outcome: Outcome) -> str:
+    match outcome:
+        case Ended():
+            return "ended"
+        case Left():
+            return "left"
+        case Lost(error):
+            return f"lost: {error.label}"
+        case _:
+            assert_never(outcome)
 
 
 def _can_go_on(session: Session) -> bool:

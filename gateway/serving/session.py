@@ -15,7 +15,11 @@ from gateway.cluster.records import Records
 from gateway.cluster.store import Owner
 from gateway.openai.body import GenerateBody
 from gateway.openai.events import Chunk
+from gateway.openai.meter import Meter
+from gateway.openai.tokens import Tokens
+from gateway.policy.view import ModelGroup
 from gateway.serving.backend import Call
+from gateway.serving.visit import Visit
 
 GAPS_MAX = 512
 
@@ -39,11 +43,17 @@ class Session:
 
     call: Call
     body: GenerateBody
+    meter: Meter = field(default_factory=Meter)
+    visit: Visit = field(default_factory=Visit)
     instance_id: str | None = None
+    group: ModelGroup | None = None
+    """What its model is where it began."""
     output_token_ids: list[int] = field(default_factory=list)
     knows_all_tokens: bool = True
     """False once an event came without its token ids: then the count is the instance's word alone."""
     events_sent: int = 0
+    whole_tokens: int = 0
+    """Of a reply in one piece, by its own usage."""
     finished: bool = False
     usage_sent: bool = False
     created: bytes | None = None
@@ -70,10 +80,16 @@ class Session:
         """Nothing but [DONE] is missing."""
         return self.finished and self.body.resumable and (self.usage_sent or not self.body.wants_usage)
 
+    @property
+    def tokens_sent(self) -> int:
+        """As far as they are known; never less than it was."""
+        return len(self.output_token_ids) if self.events_sent else self.whole_tokens
+
     def restart(self) -> None:
         """Nothing has reached the client: what the lost leg had generated is forgotten."""
         assert self.events_sent == 0
         self.output_token_ids.clear()
+        self.meter.restart()
         self.knows_all_tokens = True
         self.created = None
 
@@ -84,7 +100,15 @@ class Session:
         elif chunk.has_choice and not chunk.role:
             self.knows_all_tokens = False
         self.finished |= chunk.finished
-        self.usage_sent |= chunk.usage and not chunk.has_choice
+        says_usage = chunk.usage and not chunk.has_choice
+        self.usage_sent |= says_usage
+        tokens = len(chunk.token_ids) if chunk.token_ids is not None else int(chunk.has_choice and not chunk.role)
+        self.meter.event(chunk.block, tokens, usage=says_usage)
+
+    def take_tokens(self, tokens: Tokens) -> None:
+        """The same for events that say nothing else."""
+        self.output_token_ids += tokens.token_ids
+        self.meter.generated(tokens.events, len(tokens.token_ids))
 
     def expected_tokens(self, said: int) -> int:
         """The number of tokens that the next leg must follow on: our own count, where we have one."""
@@ -98,10 +122,16 @@ class Session:
         if self._pausing is not None:
             if self._event_at is not None:
                 self._pausing.pause_ms = (now - self._event_at) * 1000
+                self.visit.moved(self._pausing)
             self._pausing = None
             self._changed.set()
         elif self._event_at is not None:
-            self._gaps_ms.append((now - self._event_at) * 1000 / events)
+            gap_s = (now - self._event_at) / events
+            self._gaps_ms.append(gap_s * 1000)
+            if self.visit.gaps is not None:
+                self.visit.gaps.observe(gap_s, events)
+        if self._event_at is None:
+            self.visit.first_event(now)
         self._event_at = now
         self.events_sent += events
 
@@ -136,6 +166,8 @@ class Session:
         return self.outcome == "running" and self.instance_id != instance_id
 
     def own(self, instance_id: str) -> None:
+        if self.instance_id != instance_id:
+            self.visit.runs_at(instance_id)
         self.instance_id = instance_id
         self._changed.set()
 
@@ -186,12 +218,14 @@ class Sessions:
     @contextlib.contextmanager
     def tracked(self, session: Session) -> Iterator[Session]:
         self._live[session.request_id] = session
+        session.visit.begins(session)
         try:
             yield session
         finally:
             del self._live[session.request_id]
             if session.outcome == "running":
                 session.end("cancelled")
+            session.visit.leaves(session)
             self._recent.append(session.to_json())
             self._records.forget(session.request_id)
             for move in session.to_json()["moves"]:
@@ -203,6 +237,14 @@ class Sessions:
 
     def get(self, request_id: str) -> Session | None:
         return self._live.get(request_id)
+
+    def count(self) -> int:
+        return len(self._live)
+
+    def tokens_live(self) -> Iterator[tuple[str, int]]:
+        """Of each request under way: its model's label, and the tokens sent so far."""
+        for session in self._live.values():
+            yield session.visit.model, session.tokens_sent
 
     def live(self) -> list[dict[str, Any]]:
         return [session.to_json() for session in self._live.values()]

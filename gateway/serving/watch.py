@@ -33,7 +33,10 @@ class Watch:
         if late:  # It is this gateway that stood still: what the instances have said meanwhile is not read yet.
             return
         for leg in self._backend.legs():
+            if leg.read_at is not None:
+                self._members.progressed(leg.instance, leg.read_at)
             if (silent_s := leg.silent_s(now)) > 0:
+                self._members.silent(leg.instance, silent_s, now)
                 why = self._members.why_gone(leg.instance, silent_s, self._patience, now)
                 if why is not None:
                     leg.give_up(why)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.bench.colocated import SIDES, ColocatedSample, figures, worst_step_ratio
+from loadtest.bench.machine import processor
 from loadtest.bench.measures import (
     NotMeasured,
     Sample,
@@ -37,7 +38,7 @@ def environment() -> dict[str, Any]:
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": " ".join(["python", "-m", "loadtest.bench.migration", *sys.argv[1:]]),
         "machine": {
-            "processor": _processor(),
+            "processor": processor(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "load_average_at_start": os.getloadavg()[0],
         },
@@ -47,19 +48,6 @@ def environment() -> dict[str, Any]:
         },
         "model": {**asdict(BENCH_SHAPE), "kv_bytes_per_token": BENCH_SHAPE.kv_bytes_per_token, "dtype": "float32"},
     }
-
-
-def _processor() -> str:
-    names = (
-        [
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        if Path("/proc/cpuinfo").exists()
-        else []
-    )
-    return names[0] if names else platform.processor()
 
 
 def build_result(

@@ -10,7 +10,7 @@ from typing import Any
 from gateway.policy.decide import Memory, Pair, Policy, PolicySettings, Unpair, decide
 from gateway.policy.dispatch import Sent, choose_instance, dispatch_freeness
 from gateway.policy.migration import MigrationSettings, pair_instances
-from gateway.policy.view import ClusterView, InstanceView, unknown_load
+from gateway.policy.view import ClusterView, InstanceView, ModelGroup, unknown_load
 
 SETTINGS = PolicySettings(migration=MigrationSettings(low_freeness_steps=100, high_freeness_steps=500))
 
@@ -18,7 +18,7 @@ SETTINGS = PolicySettings(migration=MigrationSettings(low_freeness_steps=100, hi
 def instance(instance_id: str, freeness: float = 1000.0, **changes: Any) -> InstanceView:
     values = InstanceView(
         instance_id=instance_id,
-        models=frozenset({"m"}),
+        groups=frozenset({ModelGroup("m")}),
         healthy=True,
         stale=False,
         draining=False,
@@ -59,11 +59,16 @@ def test_dispatch_counts_the_whole_queue_where_migration_counts_its_head() -> No
 
 
 def test_what_cannot_take_a_request_is_passed_over() -> None:
-    for change in ({"draining": True}, {"stale": True}, {"healthy": False}, {"models": frozenset({"other"})}):
+    for change in (
+        {"draining": True},
+        {"stale": True},
+        {"healthy": False},
+        {"groups": frozenset({ModelGroup("other")})},
+    ):
         assert choose_instance(view(instance("a", **change), instance("b", -5000)), "m", {}) == "b"
         assert choose_instance(view(instance("a", **change)), "m", {}) is None
     assert choose_instance(view(instance("a"), instance("b", 1)), "m", {}, exclude={"a"}) == "b"
-    assert choose_instance(view(unknown_load("a", frozenset({"m"}), healthy=True)), "m", {}) is None
+    assert choose_instance(view(unknown_load("a", frozenset({ModelGroup("m")}), healthy=True)), "m", {}) is None
 
 
 def test_the_fullest_is_paired_with_the_freest() -> None:
@@ -91,7 +96,7 @@ def test_a_pair_that_still_holds_is_kept() -> None:
 
 
 def test_a_destination_serves_what_the_source_serves() -> None:
-    assert pairs(instance("a", 50), instance("b", 900, models=frozenset({"other"}))) == {}
+    assert pairs(instance("a", 50), instance("b", 900, groups=frozenset({ModelGroup("other")}))) == {}
 
 
 def test_a_source_that_is_above_the_threshold_again_is_unpaired() -> None:
@@ -126,3 +131,21 @@ def test_the_policy_none_pairs_nothing_and_ends_what_was_paired() -> None:
     actions, memory = decide(cluster, memory, 1.0, dataclasses.replace(SETTINGS, policy=Policy.NONE))
     assert actions == [Unpair("a")]
     assert memory == Memory()
+
+
+def test_a_request_that_has_begun_goes_on_only_where_its_model_is_the_same() -> None:
+    one, other = ModelGroup("m", "root-1"), ModelGroup("m", "root-2")
+    cluster = view(instance("a", 50, groups=frozenset({other})), instance("b", 10, groups=frozenset({one})))
+    assert choose_instance(cluster, "m", {}) == "a"
+    assert choose_instance(cluster, "m", {}, group=one) == "b"
+    assert choose_instance(cluster, None, {}, group=one) == "b"
+    assert choose_instance(cluster, "m", {}, exclude={"b"}, group=one) is None
+    assert pairs(instance("a", 50, groups=frozenset({one})), instance("b", 900, groups=frozenset({other}))) == {}
+
+
+def test_an_adapter_is_asked_only_of_those_that_have_it_and_holds_up_no_pair() -> None:
+    base, adapter = ModelGroup("m"), ModelGroup("lora1", "/lora1", "m")
+    with_adapter = instance("b", 50, groups=frozenset({base, adapter}))
+    assert choose_instance(view(instance("a", groups=frozenset({base})), with_adapter), "lora1", {}) == "b"
+    assert pairs(with_adapter, instance("c", 900, groups=frozenset({base}))) == {"b": "c"}
+    assert pairs(with_adapter, instance("c", 900, groups=frozenset({adapter}))) == {}

@@ -1,0 +1,58 @@
+"""Large request bodies are parsed in a process of their own.
+
+A JSON parser holds Python's lock from the first byte to the last, for tens of milliseconds a megabyte, in whichever
+thread it runs: everyone else's stream would stand still. Handing the bytes to another process costs two copies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import signal
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+from gateway.telemetry import log
+
+LARGE_BODY_BYTES = 128 * 1024
+PROCESSES = 1
+
+Parsed = TypeVar("Parsed")
+
+
+class LargeBodies:
+    """The process is started with the first large body, and ends with the gateway."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+
+    async def parse(self, parse: Callable[[bytes], Parsed], raw: bytes) -> Parsed:
+        """``parse(raw)``. Both the function and what it returns or raises must be fit for pickling."""
+        if len(raw) < LARGE_BODY_BYTES:
+            return parse(raw)
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._processes(), parse, raw)
+        except BrokenProcessPool:  # It was killed, as for want of memory: slow is better than not at all.
+            log("body_process_lost")
+            self.close()
+            return parse(raw)
+
+    def close(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _processes(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(PROCESSES, mp_context=context, initializer=_ignore_signals)
+        return self._pool
+
+
+def _ignore_signals() -> None:
+    """Those of the terminal or of a service manager are for the gateway, which ends this process when it is done."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,226 @@
+"""``GET /metrics``: what the gateway counts and what it knows of the instances, for Prometheus.
+
+prometheus_client writes the page. Nothing is kept here: each reading is made from what is true at that moment, so
+what is gone leaves no series behind. Of each worker process one page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+
+from gateway.cluster.members import Member, Members
+from gateway.cluster.store import Store
+from gateway.counters import FAMILIES, Counters, Distribution, Labels
+from gateway.errors import MethodNotAllowed, WholeReply
+from gateway.routes import Receive, Scope
+from gateway.scheduler.leader import Leader
+from gateway.serving.dispatch import Dispatcher
+from gateway.serving.reply import Reply, Send
+from gateway.serving.session import Sessions
+from gateway.version import installed_version
+
+PREFIX = "kvferry_"
+
+INSTANCE_GAUGES = {
+    "healthy": "Whether its last probe went well.",
+    "ejected": "Whether it is held back on suspicion, though it answers.",
+    "plain": "Whether it runs without the plugin.",
+    "draining": "Whether it gets no new requests, for it is to be emptied.",
+    "stale": "Whether its last report is too old to rely on.",
+    "report_age_seconds": "Time since its last report.",
+    "heard_age_seconds": "Time since its API server last answered /health.",
+    "requests_in_flight": "What this gateway has there: legs that are open, waiting ones included.",
+    "requests_running": "Requests in its engine's batch, of all gateways.",
+    "requests_waiting": "Requests in its engine's queue, of all gateways.",
+    "freeness_steps": "Decode steps that it has room for; -Inf while it drains.",
+    "virtual_usage_blocks": "KV blocks that count as used in its freeness; +Inf while it drains.",
+    "blocks": "KV blocks that it has.",
+    "blocks_free": "Of those, the free ones.",
+    "blocks_reserved": "Of those, set aside for requests that are on their way there.",
+    "step_seconds": "Duration of its last engine steps.",
+    "migrations_in": "Migrations under way to it.",
+    "migrations_out": "Migrations under way from it.",
+}
+"""By name, less the prefix ``kvferry_instance_``. The last ones come from its report, and are missing without one."""
+GAUGES = {
+    "instances": "Instances that are known.",
+    "instances_healthy": "Of those, the ones that answer and are not ejected.",
+    "model_instances": "Instances that can take a request for the model now.",
+    "requests_in_flight": "Generation requests under way.",
+    "leader": "Whether this gateway decides for all.",
+    "redis_up": "Whether Redis answered the last command.",
+    "redis_answer_age_seconds": "Time since Redis last answered; absent until it has.",
+    "build_info": "The gateway's version; always 1.",
+}
+"""By name, less the prefix ``kvferry_``."""
+
+Families = list[Any]
+
+
+class MetricsPage:
+    """An ASGI application, guarded before anything here runs."""
+
+    def __init__(
+        self,
+        counters: Counters,
+        members: Members,
+        dispatcher: Dispatcher,
+        sessions: Sessions,
+        store: Store,
+        leader: Leader,
+    ) -> None:
+        self._counters = counters
+        self._members = members
+        self._dispatcher = dispatcher
+        self._sessions = sessions
+        self._store = store
+        self._leader = leader
+        self._version = installed_version()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = Reply(send)
+        if scope["method"] != "GET":
+            await reply.fail(MethodNotAllowed("This route takes GET only.", "GET"))
+            return
+        accept = next((value for name, value in scope["headers"] if name == b"accept"), b"")
+        encode, content_type = choose_encoder(accept.decode("latin-1"))
+        # Written out beside the event loop: thousands of series take milliseconds, and streams go on meanwhile.
+        text: bytes = await asyncio.to_thread(encode, self._reading())
+        await reply.whole(WholeReply(200, (("content-type", content_type),), text))
+
+    def forget_gone(self) -> None:
+        self._counters.keep("instance_id", lambda instance_id: self._members.get(instance_id) is not None)
+        self._counters.keep("model", self._members.knows_model)
+
+    def _reading(self) -> Any:
+        """All at one instant, in a registry of its own: several gateways may share a process."""
+        self.forget_gone()
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(Reading([*self._counted(), *self._instances(), *self._gauges()]))
+        ProcessCollector(registry=registry)
+        return registry
+
+    def _counted(self) -> Iterator[Any]:
+        for name, family in FAMILIES.items():
+            if family.bounds:
+                yield _histogram(name, self._counters.distributions(name))
+            else:
+                counts = self._counters.counts(name)
+                if name == "output_tokens":
+                    counts = self._with_live_tokens(counts)
+                yield _counter(name, counts)
+        yield _counter("redis_failures", {(): self._store.failures}, "Commands that Redis did not answer.")
+
+    def _with_live_tokens(self, counts: dict[Labels, int]) -> dict[Labels, int]:
+        for model, tokens in self._sessions.tokens_live():
+            counts[(model,)] = counts.get((model,), 0) + tokens
+        return counts
+
+    def _instances(self) -> Families:
+        gauges = {
+            name: GaugeMetricFamily(f"{PREFIX}instance_{name}", text, labels=["instance_id"])
+            for name, text in INSTANCE_GAUGES.items()
+        }
+        info = GaugeMetricFamily(
+            f"{PREFIX}instance_info", "What it is; always 1.", labels=["instance_id", "vllm", "url"]
+        )
+        ejections = CounterMetricFamily(
+            f"{PREFIX}instance_ejections", "Times that it was held back on suspicion.", labels=["instance_id"]
+        )
+        now = time.monotonic()
+        for member in self._members.all():
+            instance = member.instance
+            ejections.add_metric([instance.instance_id], member.health.ejections_total)
+            for name, value in self._of_instance(member, now):
+                gauges[name].add_metric([instance.instance_id], value)
+            version = member.report.vllm_version if member.report is not None else "unknown"
+            info.add_metric([instance.instance_id, version, instance.url], 1)
+        return [*gauges.values(), info, ejections]
+
+    def _of_instance(self, member: Member, now: float) -> Iterable[tuple[str, float]]:
+        yield "healthy", float(member.healthy)
+        yield "ejected", float(member.health.ejected_why is not None)
+        yield "plain", float(not member.instance.managed)
+        yield "draining", float(member.draining)
+        yield "stale", float(self._members.is_stale(member, now))
+        yield "requests_in_flight", self._dispatcher.in_flight(member.instance.instance_id)
+        if member.heard_at > float("-inf"):
+            yield "heard_age_seconds", now - member.heard_at
+        report, load = member.report, member.load
+        if load is not None:
+            yield "requests_running", load.requests_running
+            yield "requests_waiting", load.requests_waiting
+            yield "blocks", load.blocks_total
+        if report is None:
+            return
+        yield "report_age_seconds", now - member.reported_at
+        yield "freeness_steps", float("-inf") if report.freeness_steps is None else report.freeness_steps
+        usage = report.virtual_usage_blocks
+        yield "virtual_usage_blocks", float("inf") if usage is None else usage
+        yield "blocks", report.blocks_total
+        yield "step_seconds", report.step_ms / 1000
+        for name in ("requests_running", "requests_waiting", "blocks_free", "blocks_reserved"):
+            yield name, getattr(report, name)
+        yield "migrations_in", report.migrations_in
+        yield "migrations_out", report.migrations_out
+
+    def _gauges(self) -> Iterator[Any]:
+        members, now = self._members.all(), time.monotonic()
+        usable: dict[Labels, float] = {(model,): 0.0 for member in members for model in member.models}
+        for one in self._members.view(now).instances:
+            for model in {group.name for group in one.groups}:
+                usable[(model,)] += one.usable
+        yield _gauge("instances", {(): len(members)})
+        yield _gauge("instances_healthy", {(): self._members.healthy_count()})
+        yield _gauge("model_instances", usable, ["model"])
+        yield _gauge("requests_in_flight", {(): self._sessions.count()})
+        yield _gauge("leader", {(): float(self._leader.is_leading)})
+        yield _gauge("redis_up", {(): float(self._store.up)})
+        age_s = now - self._store.answered_at
+        yield _gauge("redis_answer_age_seconds", {(): age_s} if age_s < float("inf") else {})
+        yield _gauge("build_info", {(self._version,): 1}, ["version"])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    families: Families
+
+    def collect(self) -> Families:
+        return self.families
+
+
+def _counter(name: str, counts: dict[Labels, int], text: str = "") -> Any:
+    """A count without labels is there from the beginning, as 0: so that its first rise is seen."""
+    family = FAMILIES.get(name)
+    labels = family.labels if family is not None else ()
+    metric = CounterMetricFamily(PREFIX + name, text or (family.help if family is not None else ""), labels=labels)
+    for values, count in (counts or ({} if labels else {(): 0})).items():
+        metric.add_metric(values, count)
+    return metric
+
+
+def _gauge(name: str, values: MutableMapping[Labels, float], labels: Iterable[str] = ()) -> Any:
+    metric = GaugeMetricFamily(PREFIX + name, GAUGES[name], labels=labels)
+    for key, value in values.items():
+        metric.add_metric(key, value)
+    return metric
+
+
+def _histogram(name: str, distributions: dict[Labels, Distribution]) -> Any:
+    metric = HistogramMetricFamily(PREFIX + name, FAMILIES[name].help, labels=FAMILIES[name].labels)
+    for values, distribution in distributions.items():
+        total = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip((*distribution.bounds, float("inf")), distribution.counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), total))
+        metric.add_metric(values, buckets, distribution.sum)
+    return metric

@@ -1,0 +1,136 @@
+"""Several processes on one port: ``kvferry serve --workers N``.
+
+Python runs on one core, so a machine with more of them needs more processes. Each is a whole gateway, a replica like
+one on another machine: its own connections to the instances, its own view, and a part in the election of the leader,
+all over the same Redis. The kernel spreads new connections over their sockets (SO_REUSEPORT).
+
+The parent makes the sockets, and keeps them: a worker that dies is started again on the same one, so that what has
+connected meanwhile is served after all. It runs no event loop and no gateway of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from gateway.telemetry import log
+
+WORKER_VARIABLE = "KVFERRY_WORKER"
+"""To a worker, from its parent: the numbers of the socket that it is to listen on, and of a pipe that ends with it."""
+LOOK_S = 0.1
+FAILED_START_S = 60.0
+"""A worker that gives up within this time of its start would not come up the next time either."""
+RESTART_S = 1.0
+
+
+def given_socket() -> socket.socket | None:
+    """In a worker, the socket that its parent has made for it. The worker ends when its parent does, however."""
+    numbers = os.environ.pop(WORKER_VARIABLE, None)
+    if numbers is None:
+        return None
+    listening, pipe = map(int, numbers.split(","))
+    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
+    return socket.socket(fileno=listening)
+
+
+def _end_with(pipe: int) -> None:
+    os.read(pipe, 1)  # Nothing is ever written: this returns when the last writer, the parent, is gone.
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run_workers(host: str, port: int, workers: int, arguments: Sequence[str], end_s: float) -> int:
+    """Until a signal ends it: the exit status. ``end_s``: how long a worker may take to end before it is killed."""
+    try:
+        sockets = listen(host, port, workers)
+    except OSError as error:
+        print(f"kvferry: cannot listen on {host}:{port}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    return Workers(sockets, [sys.executable, "-m", "gateway", *arguments], end_s).run()
+
+
+def listen(host: str, port: int, workers: int) -> list[socket.socket]:
+    """One socket a worker, all on one port. Another server on that port is an error, although it could be shared."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+        bound = probe.getsockname()
+    sockets = []
+    for _ in range(workers):
+        one = socket.socket(family, socket.SOCK_STREAM)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        one.bind(bound)
+        sockets.append(one)
+    return sockets
+
+
+class Workers:
+    """The parent. A signal reaches the workers only through it: they lead no terminal's process group."""
+
+    def __init__(self, sockets: Sequence[socket.socket], command: Sequence[str], end_s: float) -> None:
+        self._sockets = sockets
+        self._command = list(command)
+        self._end_s = end_s
+        self._ending: signal.Signals | None = None
+        self._started_at = [0.0] * len(sockets)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipe, self._pipe_end = os.pipe()
+
+    def run(self) -> int:
+        before = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM)}
+        processes = self._processes
+        try:
+            processes += [self._start(index) for index in range(len(self._sockets))]
+            while self._ending is None:
+                for index, process in enumerate(processes):
+                    if (status := process.poll()) is None:
+                        continue
+                    log("worker_ended", worker=index, process=process.pid, status=status)
+                    gave_up = status > 0  # Else a signal ended it.
+                    if gave_up and time.monotonic() - self._started_at[index] < FAILED_START_S:
+                        return 1
+                    time.sleep(RESTART_S)
+                    processes[index] = self._start(index)
+                time.sleep(LOOK_S)
+            return 0
+        finally:
+            self._end_all(processes)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(self._pipe)
+            os.close(self._pipe_end)
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        given = (self._sockets[index].fileno(), self._pipe)
+        environment = {**os.environ, WORKER_VARIABLE: ",".join(map(str, given))}
+        self._started_at[index] = time.monotonic()
+        return subprocess.Popen(self._command, env=environment, pass_fds=given, process_group=0)
+
+    def _end(self, number: int, _: FrameType | None) -> None:
+        """A second signal is for the workers at once."""
+        if self._ending is not None:
+            for process in self._processes:
+                process.send_signal(number)
+        self._ending = signal.Signals(number)
+
+    def _end_all(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        for one in self._sockets:
+            one.close()  # From now on a worker that closes its door closes it for good.
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(self._ending or signal.SIGTERM)
+        deadline = time.monotonic() + self._end_s
+        for process in processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

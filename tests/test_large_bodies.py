@@ -1,0 +1,59 @@
+"""F41: a large body is parsed where it holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+
+import pytest
+
+from gateway.errors import BadRequest
+from gateway.large_bodies import LARGE_BODY_BYTES, LargeBodies
+from gateway.openai.body import read_body
+from tests.conftest import StartGateway, chat_body
+from tests.fake_instance import instances
+
+LARGE = json.dumps({"model": "m", "prompt": [7] * LARGE_BODY_BYTES, "stream": True}).encode()
+
+
+def where(raw: bytes) -> int:
+    return os.getpid()
+
+
+def dies(raw: bytes) -> int:
+    if os.getpid() != int(raw.partition(b" ")[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.getpid()
+
+
+async def test_a_large_body_is_parsed_in_another_process_with_the_same_result() -> None:
+    """And what is wrong with one is said as of a small one; and one whose process is killed is parsed all the same."""
+    bodies = LargeBodies()
+    try:
+        assert await bodies.parse(where, b"small") == os.getpid()
+        assert await bodies.parse(where, LARGE) != os.getpid()
+        assert await bodies.parse(read_body, LARGE) == read_body(LARGE)
+        wrong = LARGE[:-1] + b',"kv_transfer_params":{}}'
+        with pytest.raises(BadRequest) as raised:
+            await bodies.parse(read_body, wrong)
+        assert (raised.value.param, raised.value.status) == ("kv_transfer_params", 400)
+        with pytest.raises(BadRequest, match="valid JSON"):
+            await bodies.parse(read_body, LARGE[:-1])
+        assert await bodies.parse(dies, f"{os.getpid()} ".encode() + LARGE) == os.getpid()
+    finally:
+        bodies.close()
+
+
+async def test_a_gateway_parses_a_large_body_off_its_event_loop(start_gateway: StartGateway) -> None:
+    async with instances("a") as (a,), start_gateway(a) as running:
+        body = chat_body(messages=[{"role": "user", "content": "hello"}] * 20_000)
+        reply = await running.client.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200
+        assert len(a.received[0].json["messages"]) == 20_000
+        pool = running.gateway._routes.bodies._pool
+        assert pool is not None
+        (process,) = pool._processes.values()
+    await asyncio.to_thread(process.join, 10)
+    assert process.exitcode is not None, "it ends with the gateway"

@@ -1,0 +1,91 @@
+"""A client that does not read costs little memory, holds its instance back, and is let go in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from gateway.config import Budgets
+from tests.conftest import Running, StartGateway, until
+from tests.fake_instance import Exchange, instances
+from tests.scripts import gone
+from tests.test_disconnects import assert_idle, leaving_client
+
+MIB = 1024 * 1024
+EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"' + b"x" * 64 * 1024 + b'"},"finish_reason":null}]}\n\n'
+
+
+class Flood:
+    """A hundred MiB, as fast as they are taken."""
+
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+
+    async def __call__(self, exchange: Exchange) -> None:
+        await exchange.start()
+        while self.sent_bytes < 100 * MIB and not exchange.client_gone.is_set():
+            await exchange.send(EVENT)
+            self.sent_bytes += len(EVENT)
+            await asyncio.sleep(0)
+        await exchange.finish()
+
+
+async def stands_still(flood: Flood) -> None:
+    """Until nothing more is taken for a while."""
+    async with asyncio.timeout(20):
+        before = -1
+        while flood.sent_bytes == 0 or flood.sent_bytes != before:
+            before = flood.sent_bytes
+            await asyncio.sleep(0.3)
+
+
+async def test_what_a_client_does_not_read_is_not_read_from_its_instance_either(start_gateway: StartGateway) -> None:
+    async with instances("a") as (a,), start_gateway(a) as running:
+        a.script = flood = Flood()
+        async with leaving_client(running, stream=True) as reader:
+            exchange = await a.exchange()
+            await stands_still(flood)
+            # What is in flight lies in four sockets' buffers of the kernel; the gateway itself holds a fraction of it.
+            assert flood.sent_bytes < 60 * MIB
+            assert held_bytes(running) < MIB
+            before = flood.sent_bytes
+            while flood.sent_bytes == before:  # It goes on as soon as the client does.
+                await reader.read(MIB)
+        await gone(exchange, within_s=5)
+        await assert_idle(running, a)
+
+
+async def test_a_client_that_has_stopped_reading_is_let_go_after_a_time(start_gateway: StartGateway) -> None:
+    budgets = Budgets(header_grace_s=0.05, client_stuck_s=0.5)
+    async with instances("a") as (a,), start_gateway(a, budgets=budgets) as running:
+        a.script = Flood()
+        with contextlib.suppress(ConnectionError):  # Reset, at the end of the block.
+            async with leaving_client(running, stream=True):
+                await gone(await a.exchange(), within_s=15)
+                await until(lambda: running.gateway.counters.get("clients_stuck") == 1)
+                await assert_idle(running, a)
+        assert running.gateway.counters.get("internal_errors") == 0
+
+
+async def test_a_client_that_reads_slowly_is_not_let_go(start_gateway: StartGateway) -> None:
+    budgets = Budgets(header_grace_s=0.05, client_stuck_s=0.6)
+    async with instances("a") as (a,), start_gateway(a, budgets=budgets) as running:
+        a.script = flood = Flood()
+        async with leaving_client(running, stream=True) as reader:
+            await a.exchange()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.5):
+                    while await reader.read(256 * 1024):
+                        await asyncio.sleep(0.05)
+            assert flood.sent_bytes > 0
+            assert running.gateway.counters.get("clients_stuck") == 0
+
+
+def held_bytes(running: Running) -> int:
+    """In the connection to the instance: read from the socket, and not passed on."""
+    held = 0
+    for leg in running.gateway.backend.legs():
+        opened = leg._opening.result()
+        assert not isinstance(opened, Exception)
+        held += opened._size
+    return held
