@@ -21,6 +21,7 @@ BUFFERED_BYTES_MAX = 128 * 1024
 """Of a reply that is read slower than it comes. Above it the socket is not read, and so the instance waits."""
 UNFRAMED_BYTES_MAX = 64 * 1024
 """Of a head, of trailers, or of anything else in which no body comes."""
+STATUS_MAX = 599
 PIECE_BYTES = 256 * 1024
 """Of a large body between two turns of the loop, so that it does not hold up everyone else's stream."""
 
@@ -136,21 +137,28 @@ class Connection(asyncio.Protocol):
         self._to_send: deque[memoryview] = deque()
         self._writable = True
         self._paused = False
-        self._counts_bytes = False
-        """Whether the reply says itself where it ends, by chunks or by its length."""
+        self._end_completes = False
+        """Whether the end of the connection is the reply's end: it says neither its length nor comes in chunks."""
         self.idle_since = 0.0
 
     @property
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
+    @property
+    def _unsent(self) -> bool:
+        """Of the request: a server may answer before it has read that."""
+        return bool(self._to_send) or (self._transport is not None and self._transport.get_write_buffer_size() > 0)
+
     async def ask(self, head: bytes, body: bytes) -> Response:
         """The reply, once its head is there."""
-        assert self._transport is not None
+        if self._transport is None:
+            self._pool.released(self)
+            raise ConnectionEnded("the connection ended before it was used")
         self._parser = httptools.HttpResponseParser(self)
-        self._header_lines, self._unframed_bytes, self._counts_bytes = [], 0, False
+        self._header_lines, self._unframed_bytes, self._end_completes = [], 0, False
         response = self._response = Response(self)
-        self._head = self._loop.create_future()
+        head_came = self._head = self._loop.create_future()
         if len(body) <= PIECE_BYTES:
             self._transport.write(head + body)
         else:
@@ -159,12 +167,11 @@ class Connection(asyncio.Protocol):
             self._to_send.extend(view[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES))
             self._send_more()
         try:
-            await self._head
+            await head_came
         except BaseException:
-            self.abort()
+            if self._response is response:  # Else the reply is whole already, and the connection may be another's.
+                self.abort()
             raise
-        finally:
-            self._head = None
         return response
 
     def resume(self) -> None:
@@ -174,6 +181,7 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._to_send.clear()
+        self._end_completes = False  # An end that comes from here completes no reply.
         if self._transport is not None:
             self._transport.abort()
         self._pool.released(self)
@@ -187,8 +195,9 @@ class Connection(asyncio.Protocol):
     def _fail(self, why: str) -> None:
         error = ConnectionEnded(why)
         response, self._response = self._response, None
-        if self._head is not None and not self._head.done():
-            self._head.set_exception(error)
+        head, self._head = self._head, None
+        if head is not None and not head.done():
+            head.set_exception(error)
         elif response is not None:
             response.fail(error)
             response.wake()
@@ -201,7 +210,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         response, self._transport = self._response, None
-        if response is not None and response.status and error is None and not self._counts_bytes:
+        if response is not None and response.status and error is None and self._end_completes:
             self._response = None
             response.complete()
             response.wake()
@@ -244,11 +253,15 @@ class Connection(asyncio.Protocol):
         response = self._response
         if response is None or response.status:
             raise ValueError("a second reply")
+        if status > STATUS_MAX:
+            raise ValueError("a status that does not exist")
         headers = CIMultiDict(self._header_lines)
-        self._counts_bytes = "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower()
+        counted = "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower()
+        self._end_completes = not counted
         response.headers, response.status = CIMultiDictProxy(headers), status
-        if self._head is not None and not self._head.done():
-            self._head.set_result(None)
+        head, self._head = self._head, None  # The next request may have come before this one's task wakes.
+        if head is not None and not head.done():
+            head.set_result(None)
 
     def on_body(self, data: bytes) -> None:
         self._unframed_bytes = 0
@@ -264,7 +277,7 @@ class Connection(asyncio.Protocol):
             return  # An interim reply, such as 100.
         self._response = None
         response.complete()
-        if self._parser.should_keep_alive() and not self._to_send:
+        if self._parser.should_keep_alive() and not self._unsent:
             self.resume()
             self._pool.give_back(self)
         else:

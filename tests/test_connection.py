@@ -110,7 +110,10 @@ async def test_what_came_before_the_end_is_read_before_the_end_is_told(pieces: l
         assert not pool._used
 
 
-@pytest.mark.parametrize("piece", [b"SSH-2.0\r\n", b"", HEAD + b"x: " + b"y" * 70_000, HEAD + b"x: y\r\n" * 20_000])
+@pytest.mark.parametrize(
+    "piece",
+    [b"SSH-2.0\r\n", b"", b"HTTP/1.1 999 X\r\n\r\n", HEAD + b"x: " + b"y" * 70_000, HEAD + b"x: y\r\n" * 20_000],
+)
 async def test_what_is_no_reply_is_an_error(piece: bytes) -> None:
     async with serving(says(piece, close=True)) as pool:
         with pytest.raises(ConnectionEnded):
@@ -205,3 +208,53 @@ async def test_no_header_can_bring_a_line_of_its_own() -> None:
     async with serving(says()) as pool:
         with pytest.raises(AssertionError):
             await pool.request("POST", "/x", [("a", "b\r\nc: d")], b"")
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_connection_that_is_asked_again_before_its_last_asker_wakes_answers_both(leaves: bool) -> None:
+    """A reply that comes in one read frees its connection while the task that has asked still has to run."""
+    async with serving(says(HEAD + b"content-length: 2\r\n\r\nok")) as pool, asyncio.timeout(10):
+        asked = asyncio.create_task(ask(pool))
+        while not pool._idle:  # Looked at in every turn of the loop, so before the other task's.
+            await asyncio.sleep(0)
+        again = ask(pool)
+        waits_for = again.send(None)
+        waits_for._asyncio_future_blocking = False
+        if leaves:
+            asked.cancel()
+            await asyncio.wait({asked})
+        else:
+            assert await read_all(await asked) == b"ok"
+        await asyncio.wait({waits_for})
+        with pytest.raises(StopIteration) as answered:
+            again.send(None)
+        assert await read_all(answered.value.value) == b"ok"
+        assert not pool._used
+
+
+async def test_an_end_that_we_make_completes_no_reply() -> None:
+    """One without a length ends with its connection; but not when it is the gateway that ends it."""
+    async with serving(says(HEAD + b"\r\nabc")) as pool:
+        response = await ask(pool)
+        assert await response.readany() == b"abc"
+        pool.close()
+        with pytest.raises(ConnectionEnded):
+            await response.readany()
+
+
+async def test_a_connection_whose_request_is_not_all_sent_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PIECE_BYTES", 2**30)  # In one write, and more than the kernel holds.
+
+    async def early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD + b"content-length: 2\r\n\r\nok")
+        await asyncio.Event().wait()
+
+    server = await asyncio.start_server(early, "127.0.0.1", 0, limit=1024)
+    pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 4, 5, 5)
+    try:
+        assert await read_all(await ask(pool, b"x" * 32 * 1024 * 1024)) == b"ok"
+        assert not pool._idle
+    finally:
+        pool.close()
+        server.close()

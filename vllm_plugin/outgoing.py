@@ -57,7 +57,8 @@ class Peer:
                 f"{self._url}/{step}", json=body, headers=self._headers, timeout=timeout, allow_redirects=False
             ) as response:
                 answer = await response.json(content_type=None)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, RuntimeError, TimeoutError, ValueError) as error:
+            # RuntimeError: aiohttp's word for a connection that had closed before the read began.
             raise Refused(f"the destination did not answer {step}: {error!r}") from error
         if response.status != 200 or not isinstance(answer, dict):
             error_body = answer.get("error") if isinstance(answer, dict) else None
