@@ -12,7 +12,7 @@ from gateway.cluster.health import HealthSettings
 from gateway.config import Budgets, Limits
 from gateway.openai.caps import Caps
 from loadtest.processes import free_port
-from tests.conftest import StartGateway, chat_body, until
+from tests.conftest import Running, StartGateway, chat_body, until
 from tests.fake_instance import MODEL, Exchange, FakeInstance, instances
 from tests.scripts import gone, resets, silent
 from tests.test_admission import BEARER, PATIENT, settings
@@ -130,15 +130,24 @@ async def test_what_is_passed_on_has_a_total_time(start_gateway: StartGateway) -
 async def test_what_is_passed_on_ends_with_the_gateway(stream: bool, start_gateway: StartGateway) -> None:
     async with instances("a") as (a,), start_gateway(a, budgets=PATIENT) as running:
         a.script = streams(EVENTS["/v1/responses"][0], end="wait") if stream else silent
-        asking = asyncio.create_task(post(running, "/v1/responses", stream=stream, input="x"))
-        exchange = await a.exchange()
-        if stream:
-            await until(lambda: any(leg.read_at for leg in running.gateway.backend.legs()))
-        await until(lambda: running.gateway.end_requests() == 1)
-        response = await asking
+        body = {"model": MODEL, "input": "x", "stream": stream}
+        ends = asyncio.create_task(ends_all(running, a, stream))
+        async with running.client.stream("POST", "/v1/responses", json=body) as response:
+            parts = response.aiter_bytes()
+            if stream:
+                assert b"response.created" in await anext(parts)
+                running.gateway.end_requests()
+            content = b"".join([part async for part in parts])
+        await ends
         assert response.status_code == (200 if stream else 503)
-        assert not stream or b"event: error" in response.content
-        await gone(exchange, within_s=10)
+        assert not stream or b"event: error" in content
+        await gone(await a.exchange(), within_s=10)
+
+
+async def ends_all(running: Running, a: FakeInstance, stream: bool) -> None:
+    await a.exchange()
+    if not stream:
+        await until(lambda: running.gateway.end_requests() == 1)
 
 
 async def test_an_instance_that_fails_what_is_passed_on_is_ejected(start_gateway: StartGateway) -> None:
