@@ -80,12 +80,13 @@ class Workers:
         self._command = list(command)
         self._end_s = end_s
         self._ending: signal.Signals | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._started_at = [0.0] * len(sockets)
         self._pipe, self._pipe_end = os.pipe()
 
     def run(self) -> int:
         before = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM)}
-        processes = [self._start(index) for index in range(len(self._sockets))]
+        processes = self._processes = [self._start(index) for index in range(len(self._sockets))]
         try:
             while self._ending is None:
                 for index, process in enumerate(processes):
@@ -113,6 +114,9 @@ class Workers:
         return subprocess.Popen(self._command, env=environment, pass_fds=given, process_group=0)
 
     def _end(self, number: int, _: FrameType | None) -> None:
+        if self._ending is not None:  # The second one ends everything at once.
+            for process in self._processes:
+                process.send_signal(number)
         self._ending = signal.Signals(number)
 
     def _end_all(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
