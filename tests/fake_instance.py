@@ -281,9 +281,11 @@ class FakeInstance:
         """All connections end, as if the process had."""
         assert self._server is not None
         self._server.close()
+        await _turns()  # What was accepted just now is among the connections then.
         for connection in list(self._connections):
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+        await _turns()  # And their sockets are closed.
         await self._server.wait_closed()
 
     def commit(self, migration_id: str, output_tokens: int) -> None:
@@ -432,6 +434,12 @@ class FakeInstance:
                 await exchange.send(json.dumps(self.report()).encode() + b"\n")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(exchange.client_gone.wait(), REPORT_INTERVAL_S)
+
+
+async def _turns() -> None:
+    """A few of the event loop's."""
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 def _is_request(request: Received) -> bool:

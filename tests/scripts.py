@@ -105,7 +105,7 @@ async def starts_and_waits(exchange: Exchange) -> None:
     await exchange.client_gone.wait()
 
 
-async def gone(*exchanges: Exchange, within_s: float = 1.0) -> None:
+async def gone(*exchanges: Exchange, within_s: float = 5.0) -> None:
     """Fails unless the gateway has closed these connections in time."""
     await until(lambda: all(exchange.client_gone.is_set() for exchange in exchanges), within_s)
 

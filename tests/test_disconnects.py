@@ -34,7 +34,7 @@ async def leaving_client(running: Running, stream: bool, sent: float = 1) -> Asy
 
 async def assert_idle(running: Running, *fakes: FakeInstance) -> None:
     dispatcher = running.gateway.dispatcher
-    await until(lambda: not running.gateway.sessions.live(), 1)
+    await until(lambda: not running.gateway.sessions.live())
     assert [dispatcher.in_flight(fake.instance_id) for fake in fakes] == [0] * len(fakes)
 
 

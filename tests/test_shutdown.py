@@ -19,7 +19,7 @@ from gateway.cluster.store import Store
 from gateway.config import Budgets, Settings
 from gateway.shutdown import GracefulServer, ShutdownSettings
 from loadtest.processes import free_port
-from tests.conftest import INTERVALS, chat_body, until
+from tests.conftest import INTERVALS, chat_body, http_client, until
 from tests.fake_instance import SECRET, Exchange, FakeInstance, Generation, instances
 from tests.scripts import silent, starts_and_waits
 
@@ -32,7 +32,7 @@ class Ending:
         self.server = server
         self.serving = serving
         self.url = url
-        self.client = httpx.AsyncClient(base_url=url, timeout=20, trust_env=False)
+        self.client = http_client(url)
 
     async def health(self) -> int:
         return (await self.client.get("/health")).status_code

@@ -7,7 +7,6 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -18,7 +17,7 @@ from gateway.config import Budgets, Settings
 from gateway.errors import ConfigError
 from gateway.otel import OtelTracer
 from gateway.tracing import NO_TRACER
-from tests.conftest import INTERVALS, Running, StartGateway, chat_body, serve, until
+from tests.conftest import INTERVALS, Running, StartGateway, chat_body, http_client, serve, until
 from tests.fake_instance import SECRET, FakeInstance, instances
 from tests.scripts import loses_after, moves_after, starts_and_waits
 
@@ -36,7 +35,7 @@ async def traced(redis_url: str, *fakes: FakeInstance) -> AsyncIterator[tuple[Ru
         SECRET, urls, redis_url, budgets=Budgets(header_grace_s=0.05), intervals=INTERVALS, admin_key="k"
     )
     gateway = Gateway(settings, OtelTracer(provider))
-    async with serve(gateway) as url, httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client:
+    async with serve(gateway) as url, http_client(url) as client:
         yield Running(gateway, url, client), exporter
 
 

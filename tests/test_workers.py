@@ -17,7 +17,7 @@ from loadtest.processes import ManagedProcess, free_port
 from tests.conftest import ADMIN_KEY, until, until_true
 from tests.fake_instance import SECRET, instances
 
-STARTS_IN_S = 120.0
+STARTS_IN_S = 60
 ASKED = 8
 """Two workers both answer one of so many connections, but for one time in 128, which the wait makes good."""
 

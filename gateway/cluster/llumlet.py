@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -109,7 +111,14 @@ class LlumletClient:
 
 def _client(headers: dict[str, str], timeout_s: float) -> httpx.AsyncClient:
     limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_S)
-    return httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(timeout_s), limits=limits, trust_env=False)
+    timeout = httpx.Timeout(timeout_s)
+    return httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, verify=_tls(), trust_env=False)
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """One for all: reading the authorities' certificates takes tens of milliseconds."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 @contextlib.contextmanager

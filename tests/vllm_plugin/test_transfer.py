@@ -405,12 +405,16 @@ async def test_buffers_are_made_once_and_used_again(large: Pair) -> None:
     assert allocated == [CHUNK_BYTES_MAX] * 2
 
 
+def receive(connection: socket.socket, size: int) -> None:
+    for _ in range(size // 65536):
+        connection.recv(65536, socket.MSG_WAITALL)
+
+
 @pytest.mark.parametrize("chunks", [0, 1, 5])
 async def test_a_source_lets_go_of_a_reader_that_dies(large: Pair, chunks: int) -> None:
     await large.grant(list(range(BLOCKS)))
     connection = await asyncio.to_thread(read_on_one_connection, large)
-    for _ in range(chunks * CHUNK_BYTES_MAX // 65536):
-        await asyncio.to_thread(connection.recv, 65536, socket.MSG_WAITALL)
+    await asyncio.to_thread(receive, connection, chunks * CHUNK_BYTES_MAX)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
     await until(large.source, "1 connections")  # Its llumlet's.
