@@ -66,12 +66,13 @@ def _spare_the_collector() -> None:
 
 
 def server_config(gateway: Gateway, host: str, port: int) -> uvicorn.Config:
+    budgets = gateway.settings.budgets
     return uvicorn.Config(
         gateway,
         host=host,
         port=port,
         loop="uvloop",
-        http=client_connection(gateway.settings.budgets.client_stuck_s, gateway.counters),
+        http=client_connection(budgets.client_stuck_s, budgets.head_s, gateway.counters),
         ws="none",
         lifespan="on",
         log_config=None,

@@ -1,4 +1,7 @@
-"""A client's connection: uvicorn's own, and let go when the client has stopped reading."""
+"""A client's connection: uvicorn's own, and let go when the client has stopped reading, or does not say what it wants.
+
+uvicorn bounds neither the size of a request's head nor the time that it may take.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,65 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from gateway.counters import Counters
 from gateway.telemetry import log
 
+HEAD_BYTES_MAX = 64 * 1024
+"""Of the headers, trailers included; and of what is read before they are complete."""
+_HEAD_TOO_LARGE = (
+    b'{"error": {"message": "The headers are too large.", "type": "invalid_request_error", "param": null, "code": 431}}'
+)
 
-def client_connection(stuck_s: float, counters: Counters) -> type[HttpToolsProtocol]:
+
+class HeadTooLarge(ValueError):
+    """Raised within the parser, which then stops."""
+
+
+def client_connection(stuck_s: float, head_s: float, counters: Counters) -> type[HttpToolsProtocol]:
     """The class for ``uvicorn.Config(http=...)``.
 
     While a client does not read, nothing more is read from its instance either, so what is held for it stays small;
     but its request keeps its place in an instance's batch. After ``stuck_s`` in which it has not taken a byte, its
-    connection is cut, and the request is cancelled like that of any client who has gone.
+    connection is cut, and the request is cancelled like that of any client who has gone. ``head_s``: from the beginning
+    of the connection, or of a later request on it, to the end of the head.
     """
 
     class ClientConnection(HttpToolsProtocol):
         _waiting: asyncio.TimerHandle | None = None
+        _head_due: asyncio.TimerHandle | None = None
+        _head_bytes = _read_bytes = 0
+        _in_head = True
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._head_due = self.loop.call_later(head_s, self._head_is_late)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self._in_head:
+                self._read_bytes += len(data)
+                if self._read_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
+                    self._refuse_head()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._in_head, self._head_bytes, self._read_bytes = True, 0, 0
+            if self._head_due is None:
+                self._head_due = self.loop.call_later(head_s, self._head_is_late)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._head_bytes += len(name) + len(value)
+            if self._head_bytes > HEAD_BYTES_MAX:
+                raise HeadTooLarge
+            super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            self._stop_head_timer()
+            super().on_headers_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            if self._head_bytes > HEAD_BYTES_MAX:
+                self._refuse_head()
+            else:
+                super().send_400_response(msg)
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -32,6 +83,7 @@ def client_connection(stuck_s: float, counters: Counters) -> type[HttpToolsProto
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
+            self._stop_head_timer()
             super().connection_lost(exc)
 
         def _wait(self, unread: int) -> None:
@@ -47,6 +99,33 @@ def client_connection(stuck_s: float, counters: Counters) -> type[HttpToolsProto
             log("client_stuck", unread_bytes=unread)
             transport: Any = self.transport
             transport.abort()
+
+        def _refuse_head(self) -> None:
+            if self._answers:  # The head of a later request: no answer may come between the pieces of this one's.
+                self.transport.close()
+                return
+            length = str(len(_HEAD_TOO_LARGE)).encode()
+            head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+            self.transport.write(
+                head + b"connection: close\r\ncontent-length: " + length + b"\r\n\r\n" + _HEAD_TOO_LARGE
+            )
+            self.transport.close()
+
+        @property
+        def _answers(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def _head_is_late(self) -> None:
+            self._head_due = None
+            if self._answers:
+                self._head_due = self.loop.call_later(head_s, self._head_is_late)
+            else:
+                self.transport.close()
+
+        def _stop_head_timer(self) -> None:
+            if self._head_due is not None:
+                self._head_due.cancel()
+                self._head_due = None
 
         def _stop_waiting(self) -> None:
             if self._waiting is not None:

@@ -41,6 +41,8 @@ class Budgets:
     """A whole request, streamed or not, on however many instances."""
     client_stuck_s: float = 120.0
     """A client that takes not one byte for so long while there is something for it."""
+    head_s: float = 60.0
+    """A client that has connected, until it has said what it wants: the head of a request."""
     instance_wait_s: float = 2.0
     """While none of a model's instances is usable."""
     header_grace_s: float = 0.25

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -33,11 +35,13 @@ class LargeBodies:
         if len(raw) < LARGE_BODY_BYTES:
             return parse(raw)
         loop = asyncio.get_running_loop()
+        pool = self._processes()
         try:
-            return await loop.run_in_executor(self._processes(), parse, raw)
+            return await loop.run_in_executor(pool, parse, raw)
         except BrokenProcessPool:  # It was killed, as for want of memory: slow is better than not at all.
             log("body_process_lost")
-            self.close()
+            if self._pool is pool:  # Else another request has seen it first, and the next process works already.
+                self.close()
             return parse(raw)
 
     def close(self) -> None:
@@ -48,11 +52,20 @@ class LargeBodies:
     def _processes(self) -> ProcessPoolExecutor:
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(PROCESSES, mp_context=context, initializer=_ignore_signals)
+            self._pool = ProcessPoolExecutor(PROCESSES, mp_context=context, initializer=_begin)
         return self._pool
 
 
-def _ignore_signals() -> None:
-    """Those of the terminal or of a service manager are for the gateway, which ends this process when it is done."""
+def _begin() -> None:
+    """Signals of the terminal or of a service manager are for the gateway, which ends this process when it is done;
+    and if it is killed first, this process ends by itself."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -142,7 +142,8 @@ class MetricsPage:
             for name, value in self._of_instance(member, now):
                 gauges[name].add_metric([instance.instance_id], value)
             version = member.report.vllm_version if member.report is not None else "unknown"
-            info.add_metric([instance.instance_id, version, instance.url], 1)
+            # The instance's own word: one that is no text must not cost the whole page.
+            info.add_metric([instance.instance_id, version.encode(errors="replace").decode(), instance.url], 1)
         return [*gauges.values(), info, ejections]
 
     def _of_instance(self, member: Member, now: float) -> Iterable[tuple[str, float]]:

@@ -80,8 +80,8 @@ class Workers:
         self._command = list(command)
         self._end_s = end_s
         self._ending: signal.Signals | None = None
-        self._started_at = [0.0] * len(sockets)
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._started_at = [0.0] * len(sockets)
         self._pipe, self._pipe_end = os.pipe()
 
     def run(self) -> int:

@@ -37,6 +37,7 @@ def pytest_configure() -> None:
 
 
 ADMIN_KEY = "admin-key"
+LOOK_S = 0.005
 INTERVALS = Intervals(probe_s=0.1, leader_tick_s=0.1, probe_timeout_s=10, pulse_s=0.1, watch_s=0.1, drain_look_s=0.05)
 
 
@@ -140,14 +141,21 @@ async def serve(gateway: Gateway) -> AsyncIterator[str]:
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
-    """Waits for what has no event of its own; fails, rather than going on, when it does not come."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
+    """Waits for what has no event of its own; fails, rather than going on, when it does not come.
+
+    Counted in looks and not by the clock: small machines stand still for seconds.
+    """
+    for _ in range(round(timeout_s / LOOK_S)):
+        if condition():
+            return
+        await asyncio.sleep(LOOK_S)
+    assert condition(), f"still not so after {timeout_s} s"
 
 
 async def until_true(question: Callable[[], Awaitable[object]], timeout_s: float = 5.0) -> None:
     """The same for what has to be asked of a server."""
-    async with asyncio.timeout(timeout_s):
-        while not await question():
-            await asyncio.sleep(0.005)
+    for _ in range(round(timeout_s / LOOK_S)):
+        if await question():
+            return
+        await asyncio.sleep(LOOK_S)
+    assert await question(), f"still not so after {timeout_s} s"

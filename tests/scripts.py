@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterable
 
 from gateway import wire
+from tests.conftest import until
 from tests.fake_instance import Exchange, FakeInstance, Generation, Script
 
 
@@ -107,8 +107,7 @@ async def starts_and_waits(exchange: Exchange) -> None:
 
 async def gone(*exchanges: Exchange, within_s: float = 5.0) -> None:
     """Fails unless the gateway has closed these connections in time."""
-    async with asyncio.timeout(within_s):
-        await asyncio.gather(*(exchange.client_gone.wait() for exchange in exchanges))
+    await until(lambda: all(exchange.client_gone.is_set() for exchange in exchanges), within_s)
 
 
 def one_byte_each(blocks: Iterable[bytes]) -> list[bytes]:

@@ -245,12 +245,14 @@ async def test_an_end_that_we_make_completes_no_reply() -> None:
 async def test_a_connection_whose_request_is_not_all_sent_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "PIECE_BYTES", 2**30)  # In one write, and more than the kernel holds.
 
-    accepted: list[asyncio.StreamWriter] = []
-
     async def early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        accepted.append(writer)
         await reader.readuntil(b"\r\n\r\n")
         writer.write(HEAD + b"content-length: 2\r\n\r\nok")
+        await read_on.wait()
+        writer.transport.abort()
+        left.set()
+
+    read_on, left = asyncio.Event(), asyncio.Event()
 
     server = await asyncio.start_server(early, "127.0.0.1", 0, limit=1024)
     pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 4, 5, 5)
@@ -260,6 +262,6 @@ async def test_a_connection_whose_request_is_not_all_sent_is_not_used_again(monk
     finally:
         pool.close()
         server.close()
-        for writer in accepted:
-            writer.transport.abort()
-        await asyncio.sleep(0.01)  # The last transports close.
+        read_on.set()
+        await left.wait()
+        await asyncio.sleep(0.01)  # The last transport closes.

@@ -6,13 +6,17 @@ import asyncio
 import json
 import os
 import signal
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from gateway import large_bodies
 from gateway.errors import BadRequest
 from gateway.large_bodies import LARGE_BODY_BYTES, LargeBodies
 from gateway.openai.body import read_body
-from tests.conftest import StartGateway, chat_body
+from tests.conftest import StartGateway, chat_body, until
 from tests.fake_instance import instances
 
 LARGE = json.dumps({"model": "m", "prompt": [7] * LARGE_BODY_BYTES, "stream": True}).encode()
@@ -57,3 +61,55 @@ async def test_a_gateway_parses_a_large_body_off_its_event_loop(start_gateway: S
         (process,) = pool._processes.values()
     await asyncio.to_thread(process.join, 10)
     assert process.exitcode is not None, "it ends with the gateway"
+
+
+HOLDS = """
+import asyncio, os
+from gateway.large_bodies import LARGE_BODY_BYTES, LargeBodies
+from tests.test_large_bodies import where
+
+async def main():
+    print(await LargeBodies().parse(where, b" " * LARGE_BODY_BYTES), flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+async def test_the_process_ends_with_a_gateway_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "holds.py").write_text(HOLDS)
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    gateway = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(tmp_path / "holds.py")), env=environment, stdout=asyncio.subprocess.PIPE
+    )
+    assert gateway.stdout is not None
+    process = int(await asyncio.wait_for(gateway.stdout.readline(), 60))
+    try:
+        gateway.kill()
+        await gateway.wait()
+        await until(lambda: not runs(process), 30)
+    finally:
+        if runs(process):
+            os.kill(process, signal.SIGKILL)
+
+
+async def test_a_process_that_came_after_a_lost_one_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several requests that see the loss, the second one must not end what the first one has started anew."""
+    bodies = LargeBodies()
+    with ProcessPoolExecutor(1) as newer:
+
+        def another_was_first(_: str) -> None:
+            bodies.close()
+            bodies._pool = newer
+
+        monkeypatch.setattr(large_bodies, "log", another_was_first)
+        assert await bodies.parse(dies, f"{os.getpid()} ".encode() + LARGE) == os.getpid()
+        assert bodies._pool is newer
+
+
+def runs(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False

@@ -338,3 +338,15 @@ def test_the_dashboard_asks_for_no_metric_that_is_not_there() -> None:
     asked = {re.sub("_bucket$", "", name) for query in queries for name in re.findall(r"kvferry_[a-z_]+", query)}
     assert asked <= documented
     assert len(queries) > 10
+
+
+async def test_a_name_that_is_no_text_costs_no_page(start_gateway: StartGateway) -> None:
+    async with instances("a") as (a,):
+        a.models = (MODEL, "\ud800", 'q"\n\\{}')
+        a.report_changes = {"vllm_version": "\udfff"}
+        async with start_gateway(a) as running:
+            await until(lambda: running.gateway.members.all()[0].report is not None)
+            page = await running.client.get("/metrics")
+            assert page.status_code == 200
+            assert 'model="q\\"\\n\\\\{}"' in page.text
+            assert 'vllm="?"' in page.text

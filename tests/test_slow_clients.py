@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+
+import pytest
 
 from gateway.config import Budgets
-from tests.conftest import Running, StartGateway, until
+from tests.conftest import Running, StartGateway, chat_body, until
 from tests.fake_instance import Exchange, instances
 from tests.scripts import gone
 from tests.test_disconnects import assert_idle, leaving_client
@@ -79,6 +82,63 @@ async def test_a_client_that_reads_slowly_is_not_let_go(start_gateway: StartGate
                         await asyncio.sleep(0.01)
             assert flood.sent_bytes > 0
             assert running.gateway.counters.get("clients_stuck") == 0
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nhost: "])
+async def test_a_client_that_does_not_say_what_it_wants_is_let_go(start_gateway: StartGateway, said: bytes) -> None:
+    async with instances("a") as (a,), start_gateway(a, budgets=Budgets(head_s=0.3)) as running:
+        reader, writer = await connect(running)
+        writer.write(said)
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_client_that_begins_its_next_request_has_time_until_the_last_one_is_answered(
+    start_gateway: StartGateway,
+) -> None:
+    async with instances("a") as (a,), start_gateway(a, budgets=Budgets(head_s=0.1)) as running:
+        go_on = asyncio.Event()
+
+        async def waits(exchange: Exchange) -> None:
+            await go_on.wait()
+            await exchange.json(200, {})
+
+        a.script = waits
+        reader, writer = await connect(running)
+        body = json.dumps(chat_body()).encode()
+        length = str(len(body)).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
+        writer.write(head + length + b"\r\n\r\n" + body + b"GET /he")
+        await a.exchange()
+        await asyncio.sleep(0.3)
+        go_on.set()
+        async with asyncio.timeout(10):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            await reader.read()  # Then it is let go.
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "lines", [b"x-a: " + b"y" * 100_000, b"x-a: y\r\n" * 30_000, b"x-a: " + b"y" * 1000 * 1000, b"x" * 1_000_000]
+)
+async def test_a_head_that_is_too_large_is_refused(start_gateway: StartGateway, lines: bytes) -> None:
+    async with instances("a") as (a,), start_gateway(a) as running:
+        reader, writer = await connect(running)
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n" + lines)
+            await writer.drain()
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(10):
+                while piece := await reader.read(65536):
+                    answer += piece
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 431 "), answer[:100]
+        writer.close()
+
+
+async def connect(running: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", running.client.base_url.port)
 
 
 def held_bytes(running: Running) -> int:

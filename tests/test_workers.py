@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -97,6 +98,31 @@ async def test_workers_end_with_their_parent_however_it_ends(parent: ManagedProc
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        parent.end()
+
+
+SLOW_WORKER = """
+import signal
+seen = []
+signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+from gateway.workers import given_socket
+given_socket()
+while len(seen) < 2:
+    signal.pause()
+"""
+
+
+async def test_a_second_signal_reaches_the_workers_too(tmp_path: Path) -> None:
+    code = PARENT.replace(repr(WORKER), repr(SLOW_WORKER)).replace(", 5)", ", 600)")
+    parent = ManagedProcess("parent", [sys.executable, "-c", code], log=tmp_path / "parent.log")
+    try:
+        await until(lambda: len(started(children(parent.pid))) == 2, STARTS_IN_S)
+        os.kill(parent.pid, signal.SIGTERM)
+        await asyncio.sleep(1)  # For the first one to arrive: two at once are one.
+        assert parent.exit_status is None
+        os.kill(parent.pid, signal.SIGTERM)
+        await until(lambda: parent.exit_status is not None, STARTS_IN_S)
+    finally:
         parent.end()
 
 

@@ -78,7 +78,7 @@ class LlumletClient:
         with _mapped(url):
             response = _check(await self._stock.get(f"{url}/v1/models"))
             cards = response.json()["data"]
-            return [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
+            return [card for card in cards if isinstance(card, dict) and _is_name(card.get("id"))]
 
     async def reports(self, url: str) -> AsyncIterator[wire.Report]:
         """Ends when the instance ends it; raises when the connection is cut."""
@@ -129,7 +129,7 @@ def _mapped(url: str) -> Iterator[None]:
         raise LlumletTimeout(f"{url}: no answer: {error or type(error).__name__}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise LlumletUnreachable(f"{url}: {error or type(error).__name__}") from error
-    except (ValueError, KeyError, TypeError) as error:  # Not JSON, or not of the agreed shape.
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # Not JSON, or not of the agreed shape.
         raise LlumletUnreachable(f"{url}: unexpected answer: {error}") from error
 
 
@@ -137,7 +137,12 @@ def _check(response: httpx.Response) -> httpx.Response:
     if response.is_success:
         return response
     message, code = f"HTTP {response.status_code}", None
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         error = response.json()["error"]
         message, code = str(error["message"]), error.get("code")
     raise LlumletRefused(response.status_code, message, code)
+
+
+def _is_name(value: Any) -> bool:
+    """Half a surrogate pair can be written in JSON, but no client can ask for it, and no page can show it."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)

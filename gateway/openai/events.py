@@ -124,7 +124,7 @@ def failure(payload: bytes) -> int | None:
         return None
     try:
         status = int(json.loads(payload)["error"]["code"])
-    except (ValueError, TypeError, KeyError, OverflowError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     return status if 500 <= status <= 599 else None
 
@@ -179,6 +179,6 @@ def completed(rest: bytes) -> bytes | None:
     if payload != b"[DONE]":
         try:
             json.loads(payload)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     return rest.rstrip(b"\r\n") + b"\n\n"

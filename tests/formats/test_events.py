@@ -87,3 +87,9 @@ def test_a_last_event_without_its_blank_line_counts_only_if_it_is_whole() -> Non
     assert events.completed(b'data: {"a":1}\n') == b'data: {"a":1}\n\n'
     assert events.completed(b'data: {"a":') is None
     assert events.completed(b"") is None
+
+
+def test_what_is_nested_too_deeply_to_be_read_says_nothing() -> None:
+    deep = b"[" * 50_000 + b"]" * 50_000
+    assert events.failure(b'{"error":{"a":' + deep + b"}}") is None
+    assert events.completed(b'data: {"a":' + deep + b"}") is None
