@@ -119,7 +119,7 @@ class QuickServer(uvicorn.Server):
         state = self.server_state
         for connection in list(state.connections):
             connection.shutdown()
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(AssertionError):
             await until(lambda: not state.connections and not state.tasks, 1.0)
         for task in state.tasks:
             task.cancel()

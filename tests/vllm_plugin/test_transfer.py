@@ -355,10 +355,10 @@ def overlap_threads() -> int:
     return sum(thread.name.startswith("kvferry-overlap") for thread in threading.enumerate())
 
 
-def read_on_one_connection(pair: Pair, token: str = "t") -> socket.socket:
+def read_on_one_connection(pair: Pair, token: str = "t", buffer_bytes: int = 4096) -> socket.socket:
     """A peer that asks for everything; what it does with the answer is the test's."""
     connection = socket.create_connection((HOST, pair.source.port))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
     send_message(connection, {"role": "read", "token": token})
     receive_message(connection)
     send_message(connection, {"blocks": list(range(BLOCKS))})
@@ -413,7 +413,7 @@ def receive(connection: socket.socket, size: int) -> None:
 @pytest.mark.parametrize("chunks", [0, 1, 5])
 async def test_a_source_lets_go_of_a_reader_that_dies(large: Pair, chunks: int) -> None:
     await large.grant(list(range(BLOCKS)))
-    connection = await asyncio.to_thread(read_on_one_connection, large)
+    connection = await asyncio.to_thread(read_on_one_connection, large, buffer_bytes=65536)
     await asyncio.to_thread(receive, connection, chunks * CHUNK_BYTES_MAX)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
