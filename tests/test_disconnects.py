@@ -161,4 +161,4 @@ async def test_many_clients_at_random_moments_leave_nothing_behind(start_gateway
             await asyncio.gather(*(running.chat() for _ in range(30)))
             spread = [len(fake.received) - count for fake, count in zip(fakes, before, strict=True)]
             assert sum(spread) == 30
-            assert max(spread) - min(spread) <= 6  # One that was thought busy would have got none.
+            assert max(spread) - min(spread) <= 4  # One that was thought busy would have got none.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import subprocess
+import sys
 from pathlib import Path
 
 from loadtest.leaks import (
@@ -43,10 +43,29 @@ def test_connections_are_found_by_the_descriptors_of_the_whole_group(tmp_path: P
     assert footprint(50, tmp_path) == Footprint({"close_wait": 1, "established": 1}, descriptors=4, threads=2)
 
 
-def test_a_connection_of_this_process_is_seen_while_it_is_open() -> None:
-    before = footprint(os.getpgid(0)).connections.get("established", 0)
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
-        assert footprint(os.getpgid(0)).connections["established"] > before
+CONNECTED = """
+import socket, sys
+with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+    print("open", flush=True)
+    sys.stdin.readline()
+print("closed", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_connection_is_seen_while_it_is_open() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", CONNECTED], stdin=pipe, stdout=pipe, text=True, start_new_session=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        assert footprint(process.pid).connections == {"established": 1}
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "closed\n"
+        assert footprint(process.pid).connections == {}
 
 
 def test_more_connections_than_pools_keep_are_a_leak() -> None:
