@@ -12,7 +12,7 @@ from tests.fake_instance import Exchange, error_body, generate, instances, metri
 from tests.scripts import gone, in_turn, silent, starts_and_waits
 from tests.test_plain import name, stock
 
-HEALTH = HealthSettings(ejected_first_s=0.5, stall_s=0.5)
+HEALTH = HealthSettings(stall_s=0.5)
 
 
 async def fails(exchange: Exchange) -> None:
