@@ -43,7 +43,7 @@ soak: $(READY)  ## twenty minutes of random traffic, moved about and with server
 
 test: $(READY)  ## all tests, real vLLM servers included
 	$(RUN) -m pytest $(SIDE_BY_SIDE) -m "not vllm" $(ARGS) || $(NONE_CHOSEN)
-	$(RUN) -m pytest -m vllm $(ARGS) || $(NONE_CHOSEN)
+	$(RUN) -m pytest -m vllm --durations 15 $(ARGS) || $(NONE_CHOSEN)
 
 test-fast: $(KVFERRY_STAMP)  ## the tests that need no vLLM server
 	$(RUN) -m pytest $(SIDE_BY_SIDE) -m "not vllm and not slow" $(ARGS)

@@ -153,7 +153,9 @@ async def running_on(client: Client, instance_id: str) -> None:
 
 
 async def decodes_on(client: Client, instance_id: str) -> bool:
-    return any(request["output_tokens"] for request in (await client.status(instance_id))["requests"])
+    """A request that is still on its way there has output tokens as well."""
+    requests = (await client.status(instance_id))["requests"]
+    return any(request["state"] == "running" and request["output_tokens"] for request in requests)
 
 
 async def known_healthy(client: Client) -> list[str]:
