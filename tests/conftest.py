@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 import uvicorn
 
-from gateway.__main__ import server_config
+from gateway.server import server_config
 from gateway.app import Gateway
 from gateway.cluster.health import HealthSettings
 from gateway.config import Budgets, Intervals, Settings

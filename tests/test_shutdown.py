@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from gateway.__main__ import server_config
+from gateway.server import server_config
 from gateway.app import Gateway
 from gateway.cluster.store import Store
 from gateway.config import Budgets, Settings
