@@ -1,4 +1,4 @@
-"""Settings: flags before the environment, before the file. A wrong one is refused by name, and by where it came from."""
+"""Settings: flags before the environment before the file. A wrong one is refused by name, and by where it is from."""
 
 from __future__ import annotations
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 Run = Callable[[argparse.Namespace], int]
-Actions = argparse._SubParsersAction[argparse.ArgumentParser]
+Actions: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +38,9 @@ def runs(parser: argparse.ArgumentParser, run: Run, *examples: str) -> None:
 def add_admin_flags(parser: argparse.ArgumentParser) -> None:
     """For a command that asks a gateway: see client.py."""
     parser.add_argument(
-        "--url", metavar="URL", help="the gateway; several, comma-separated (KVFERRY_URL, default http://127.0.0.1:8000)"
+        "--url",
+        metavar="URL",
+        help="the gateway; several, comma-separated (KVFERRY_URL, default http://127.0.0.1:8000)",
     )
     parser.add_argument(
         "--admin-key-file",
@@ -45,3 +48,18 @@ def add_admin_flags(parser: argparse.ArgumentParser) -> None:
         help="holds the admin key (KVFERRY_ADMIN_KEY_FILE; the key itself: KVFERRY_ADMIN_KEY)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def seconds(least: float, most: float) -> Callable[[str], float]:
+    """A flag's type."""
+
+    def read(value: str) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, not {value!r}")
+        return number
+
+    return read

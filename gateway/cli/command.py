@@ -11,7 +11,6 @@ from typing import Protocol, cast
 from gateway.cli.arguments import Parser
 from gateway.cli.exits import CommandFailed, Exit
 from gateway.errors import ConfigError
-from gateway.version import installed_version
 
 COMMANDS = {
     "serve": "start the gateway",
@@ -51,6 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     parser = _parser(arguments)
     flags = parser.parse_args(with_default_action(arguments))
+    if flags.version:
+        from gateway.version import installed_version
+
+        print(f"kvferry {installed_version()}")
+        return Exit.OK
     if flags.command is None:
         parser.print_help()
         return Exit.USAGE
@@ -62,7 +66,7 @@ def _run(arguments: list[str]) -> int:
 def _parser(arguments: Sequence[str]) -> Parser:
     """With the flags of the one command that these arguments name."""
     parser = Parser(prog="kvferry", description="A gateway that moves running requests between vLLM servers.")
-    parser.add_argument("--version", action="version", version=f"kvferry {installed_version()}")
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     named = next((argument for argument in arguments if not argument.startswith("-")), None)
     for name, meaning in COMMANDS.items():
