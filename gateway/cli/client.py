@@ -84,9 +84,9 @@ def admin_client(flags: argparse.Namespace, environment: Mapping[str, str] = os.
 
 
 def segment(value: str) -> str:
-    """An id as a part of a path. A gateway knows no id of dots alone, and a client would take them for directories."""
-    if not value.strip("."):
-        raise ConfigError(f"{value!r} is no id.")
+    """An id as a part of a path, which must not lead elsewhere."""
+    if "/" in value or not value.strip("."):
+        raise CommandFailed(Exit.FAILED, f"`{printable(value)}` cannot be an id.")
     return quote(value, safe="")
 
 
@@ -144,8 +144,8 @@ def _read(url: str, response: httpx.Response) -> dict[str, Any]:
         return answer
     status = response.status_code
     match answer:
-        case {"error": {"message": str(message)}} if status == 401:
-            raise CommandFailed(Exit.NOT_ALLOWED, f"{printable(message)} (the admin key of {url} is another one)")
+        case {"error": _} if status == 401:
+            raise CommandFailed(Exit.NOT_ALLOWED, f"{url} has another admin key, or none.")
         case {"error": {"code": 404 | 405}}:
             path = response.request.url.path
             raise CommandFailed(Exit.FAILED, f"{url} has no route {response.request.method} {path}: is it older?")

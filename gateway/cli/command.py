@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    parser = _parser(arguments)
+    parser = parser_for(arguments)
     flags = parser.parse_args(with_default_action(arguments))
     if flags.version:
         from gateway.version import installed_version
@@ -63,7 +63,7 @@ def _run(arguments: list[str]) -> int:
     return status
 
 
-def _parser(arguments: Sequence[str]) -> Parser:
+def parser_for(arguments: Sequence[str]) -> Parser:
     """With the flags of the one command that these arguments name."""
     parser = Parser(prog="kvferry", description="A gateway that moves running requests between vLLM servers.")
     parser.add_argument("--version", action="store_true", help="show the version and exit")

@@ -11,6 +11,7 @@ from gateway.cli.exits import CommandFailed, Exit
 
 PIPE_COLUMNS = 10_000
 """Nothing is cut or folded where no terminal is."""
+SHORT = 12
 STYLES = {"ready": "green", "running": "green", "draining": "yellow", "drained": "yellow", "stale": "yellow"}
 STYLES |= {"down": "red", "no": "dim"}
 
@@ -30,16 +31,15 @@ def print_table(head: Sequence[str], rows: Sequence[Cells]) -> None:
 
 
 def table(head: Sequence[str], rows: Sequence[Cells]) -> Any:
-    """For :func:`render`. Numbers to the right; cells that are ``None`` are shown as a dash."""
+    """For :func:`render`. Numbers stand to the right. On a terminal that is too narrow the long cells are folded."""
     from rich.table import Table
     from rich.text import Text
 
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for index, title in enumerate(head):
-        number = any(isinstance(row[index], int | float) for row in rows)
-        made.add_column(
-            title, justify="right" if number else "left", no_wrap=True, overflow="ellipsis", min_width=len(title)
-        )
+        is_number = any(isinstance(row[index], int | float) for row in rows)
+        is_short = all(len(shown(row[index])) <= SHORT for row in rows)
+        made.add_column(title, justify="right" if is_number else "left", no_wrap=is_short, overflow="fold")
     for row in rows:
         made.add_row(*(Text(text, style=STYLES.get(text, "")) for text in map(shown, row)))
     return made
