@@ -65,7 +65,7 @@ async def test_what_clients_have_named_cannot_write_to_the_terminal(
 ) -> None:
     name = "[red]\x1b]0;owned\x07\nm"
     async with instances("a") as (a,):
-        a.models = [name]
+        a.models = (name,)
         async with start_gateway(a) as running:
             a.script = starts_and_waits
             async with waiting_request(running, model=name):
@@ -128,10 +128,9 @@ async def test_drain_empties_an_instance_and_undo_takes_it_back(start_gateway: S
         Movable(a, "r1", "r2")
         ran = await kvferry("drain", "a", url=running.url)
         assert (ran.status, ran.out) == (0, "a is empty, and can be stopped: 2 requests have moved away.\n")
-        assert a.draining
+        assert (await kvferry("instances")).rows[1][:2] == ["a", "drained"]
         ran = await kvferry("drain", "a", "--undo")
-        assert (ran.status, ran.out) == (0, "a is taken back.\n")
-        assert not a.draining
+        assert (ran.status, ran.out, a.draining) == (0, "a is taken back.\n", False)
         assert (await kvferry("drain", "a", "--json")).json["empty"] is True
         assert (await kvferry("instances", "undrain", "a", "--json")).json == {"instance": "a", "draining": False}
 
