@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from gateway.cli.exits import CommandFailed, Exit
 
-PIPE_COLUMNS = 10_000
-"""Nothing is cut or folded where no terminal is."""
-SHORT = 12
+UNLIMITED = 10_000
+"""Columns where no terminal is, and on one that is far too narrow: it then breaks the lines itself."""
+FOLDED = 16
+"""A column that has to be folded keeps this width."""
+GAP = 2
 STYLES = {"ready": "green", "running": "green", "draining": "yellow", "drained": "yellow", "stale": "yellow"}
 STYLES |= {"down": "red", "no": "dim"}
 
@@ -27,33 +29,30 @@ def print_sentence(text: str) -> None:
 
 
 def print_table(head: Sequence[str], rows: Sequence[Cells]) -> None:
-    print(render(table(head, rows)))
+    print(table(head, rows))
 
 
-def table(head: Sequence[str], rows: Sequence[Cells]) -> Any:
-    """For :func:`render`. Numbers stand to the right. On a terminal that is too narrow the long cells are folded."""
+def table(head: Sequence[str], rows: Sequence[Cells]) -> str:
+    """With the colours that standard output can show. Numbers stand to the right."""
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    texts = [[shown(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(head, *texts, strict=True)]
+    made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     for index, title in enumerate(head):
         is_number = any(isinstance(row[index], int | float) for row in rows)
-        is_short = all(len(shown(row[index])) <= SHORT for row in rows)
-        made.add_column(title, justify="right" if is_number else "left", no_wrap=is_short, overflow="fold")
-    for row in rows:
-        made.add_row(*(Text(text, style=STYLES.get(text, "")) for text in map(shown, row)))
-    return made
-
-
-def render(*parts: Any) -> str:
-    """As text, with the colours in it that standard output can show."""
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    console = Console(width=width, highlight=False, markup=False, emoji=False)
+        justify: Literal["left", "right"] = "right" if is_number else "left"
+        made.add_column(title, justify=justify, no_wrap=widths[index] <= FOLDED, min_width=min(widths[index], FOLDED))
+    for row in texts:
+        made.add_row(*(Text(text, style=STYLES.get(text, ""), overflow="fold") for text in row))
+    console = Console(highlight=False, markup=False, emoji=False)
+    least = sum(min(width, FOLDED) for width in widths) + GAP * (len(head) - 1)
+    if not sys.stdout.isatty() or console.width < least:
+        console.width = UNLIMITED
     with console.capture() as capture:
-        for part in parts:
-            console.print(part)
+        console.print(made)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 

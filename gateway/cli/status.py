@@ -11,7 +11,7 @@ from gateway.cli.arguments import add_admin_flags, runs, seconds
 from gateway.cli.client import AdminClient, admin_client
 from gateway.cli.exits import CommandFailed, Exit
 from gateway.cli.instances import instance, version
-from gateway.cli.output import entries, print_json, render, table
+from gateway.cli.output import entries, print_json, table
 
 GATEWAY_HEAD = ("GATEWAY", "URL", "LEADS")
 HEAD = ("INSTANCE", "STATE", "FREENESS", "RUNNING", "WAITING", "BLOCKS", "STEP", "VERSION")
@@ -69,7 +69,7 @@ def look(client: AdminClient) -> dict[str, Any]:
 
 def text(seen: dict[str, Any]) -> str:
     gateways = [[one["id"], one["url"], one["error"] or one["leading"]] for one in seen["gateways"]]
-    return render(table(GATEWAY_HEAD, gateways), "", table(HEAD, [_row(one) for one in seen["instances"]]))
+    return f"{table(GATEWAY_HEAD, gateways)}\n\n{table(HEAD, [_row(one) for one in seen['instances']])}"
 
 
 def _row(one: dict[str, Any]) -> list[object]:

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from gateway.cli.command import main
-from gateway.cli.output import render, table
+from gateway.cli.output import table
 from loadtest.processes import free_port
 from tests.cli.conftest import Kvferry
 from tests.conftest import ADMIN_KEY, Running, StartGateway, until, until_true
@@ -148,7 +148,7 @@ def test_width_and_colours_are_for_terminals_only(monkeypatch: pytest.MonkeyPatc
 
     def shown(out: io.StringIO) -> str:
         monkeypatch.setattr(sys, "stdout", out)
-        return render(table(("INSTANCE", "STATE"), [row]))
+        return table(("INSTANCE", "STATE"), [row])
 
     assert shown(io.StringIO()).splitlines()[1].split() == row
     on_terminal = shown(Terminal())
@@ -156,6 +156,8 @@ def test_width_and_colours_are_for_terminals_only(monkeypatch: pytest.MonkeyPatc
     lines = on_terminal.splitlines()
     assert len(lines) == 3
     assert sum(line.count("b") for line in lines) == 50, "folded, not cut"
+    monkeypatch.setenv("COLUMNS", "20")
+    assert "b" * 50 in shown(Terminal()), "left to the terminal, rather than folded into a column of letters"
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[32m" not in shown(Terminal())
 
