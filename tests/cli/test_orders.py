@@ -41,7 +41,7 @@ async def test_requests_are_listed_and_shown(start_gateway: StartGateway, kvferr
             assert [row[:3] for row in ran.rows[1:]] == [[request_id, "running", "a"]]
             assert [row[1] for row in (await kvferry("requests", "--recent")).rows[1:]] == ["running", "done"]
             (one,) = (await kvferry("requests", "--json")).json["requests"]
-            assert set(one) == REQUEST_KEYS
+            assert set(one) >= REQUEST_KEYS
             assert set((await kvferry("requests", "list", "--recent", "--json")).json) == {"requests", "recent"}
             for name in (request_id, f"chatcmpl-{request_id}"):
                 assert (await kvferry("requests", "show", name, "--json")).json["id"] == request_id
