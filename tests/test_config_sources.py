@@ -162,8 +162,19 @@ def test_the_default_settings_print_as_toml() -> None:
     assert settings_from(values) == read_settings(flags(), GOOD)
 
 
+def test_the_pages_file_is_one(tmp_path: Path) -> None:
+    (text,) = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    settings = read_settings(flags("--config", written(tmp_path, text)), {"KVFERRY_SECRET": "s"})
+    assert (settings.port, settings.caps.n, settings.sends_priority, settings.budgets.total_s) == (
+        8080,
+        16,
+        False,
+        3600,
+    )
+
+
 def test_the_page_has_a_line_for_every_setting_and_none_for_what_is_none() -> None:
-    """In the order of its own; with the default as it is in the code."""
+    """With the default as it is in the code."""
     part = PAGE.read_text().split("\n## Gateway\n")[1].split("\n## ")[0]
     rows = dict(re.findall(r"^\| `(KVFERRY_[A-Z0-9_]+)` \| ([^|]*) \| [^|]+ \|$", part, re.MULTILINE))
     known = {variable: default for _, variable, default, _ in (FILE_FLAG, *FLAGS)}
