@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ class Command(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status. Whatever goes wrong is one sentence on stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # Some terminals cannot show every name.
     try:
         status = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()

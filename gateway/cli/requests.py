@@ -61,8 +61,8 @@ def _all(client: AdminClient) -> tuple[list[dict[str, Any]], list[dict[str, Any]
     answers = client.get_each("/admin/requests")
     there = [answer for _, answer in answers if not isinstance(answer, CommandFailed)]
     if not there:
-        messages = (answer.message for _, answer in answers if isinstance(answer, CommandFailed))
-        raise CommandFailed(Exit.UNREACHABLE, " ".join(messages))
+        failures = [answer for _, answer in answers if isinstance(answer, CommandFailed)]
+        raise CommandFailed(failures[0].status, " ".join(failure.message for failure in failures))
     running = _once(one for answer in there for one in entries(answer, "requests"))
     return running, _once(one for answer in there for one in entries(answer, "recent"))
 

@@ -59,7 +59,7 @@ def look(client: AdminClient) -> dict[str, Any]:
         views.insert(0 if leading else len(views), answer)
         gateways.append({"id": answer.get("gateway"), "url": url, "leading": leading, "error": None})
     if not views:
-        raise CommandFailed(Exit.UNREACHABLE, " ".join(failure.message for failure in failures))
+        raise CommandFailed(failures[0].status, " ".join(failure.message for failure in failures))
     return {
         "leader": next((one["id"] for one in gateways if one["leading"]), None),
         "gateways": gateways,
@@ -81,14 +81,14 @@ def _row(one: dict[str, Any]) -> list[object]:
 
 
 def _watch(client: AdminClient, interval_s: float, *, as_json: bool) -> int:
-    """A gateway that cannot be reached may be back at the next look. Anything else that is wrong stays wrong."""
+    """A gateway that cannot be reached, or ends, may be back at the next look. A wrong key stays wrong."""
     clears = sys.stdout.isatty() and not as_json
     while True:
         try:
             seen = look(client)
             shown = "" if as_json else text(seen)
         except CommandFailed as error:
-            if error.status != Exit.UNREACHABLE:
+            if error.status == Exit.NOT_ALLOWED:
                 raise
             seen = {"leader": None, "gateways": [], "instances": [], "error": error.message}
             shown = error.message

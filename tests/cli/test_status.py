@@ -111,11 +111,15 @@ async def test_an_instance_without_the_plugin_is_shown_by_its_metrics(
         assert (await kvferry("status")).rows[-1][-1] == "no plugin"
 
 
-async def test_a_gateway_that_is_gone_is_a_line_of_the_table_and_no_failure(
+async def test_a_gateway_that_is_gone_or_ends_is_a_line_of_the_table_and_no_failure(
     start_gateway: StartGateway, kvferry: Kvferry
 ) -> None:
     gone = f"http://127.0.0.1:{free_port()}"
-    async with instances("a") as (a,), start_gateway(a) as running:
+    async with instances("a") as (a,), start_gateway(a) as running, start_gateway(a) as ending:
+        ending.gateway.refuse_new()
+        seen = (await kvferry("status", "--url", f"{ending.url},{running.url}", "--json")).json
+        assert [bool(one["error"]) for one in seen["gateways"]] == [True, False]
+        assert "shutting down" in (await kvferry("status", "--url", ending.url)).fails(1)
         ran = await kvferry("status", "--url", f"{gone},{running.url}/", "--json")
         assert ran.status == 0
         assert [(one["url"], one["error"] is None) for one in ran.json["gateways"]] == [
