@@ -34,6 +34,7 @@ async def waiting_request(running: Running, **fields: Any) -> AsyncIterator[str]
 async def test_requests_are_listed_and_shown(start_gateway: StartGateway, kvferry: Kvferry) -> None:
     async with instances("a") as (a,), start_gateway(a) as running:
         assert (await running.chat()).status_code == 200
+        await until(lambda: not running.gateway.sessions.live())
         a.script = starts_and_waits
         async with waiting_request(running) as request_id:
             ran = await kvferry("requests", url=running.url)
