@@ -1,4 +1,4 @@
-"""Settings, from flags first and then the environment. A wrong one is refused by name."""
+"""Settings: flags before the environment before the file. A wrong one is refused by name, and by where it is from."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from gateway.access import Key
 from gateway.cluster.health import HealthSettings
+from gateway.config_sources import FILE_FLAG, Values, gather
 from gateway.errors import ConfigError
 from gateway.keys_file import read_keys_file
 from gateway.openai.caps import Caps, read_caps
@@ -178,16 +179,27 @@ _MAY_BE_ZERO = frozenset({"INSTANCE_WAIT_S", "SHUTDOWN_ACCEPT_S", "SHUTDOWN_GRAC
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    for flag, variable, default, meaning in FLAGS:
+    for flag, variable, default, meaning in (FILE_FLAG, *FLAGS):
         shown = f", default {default}" if default else ""
         parser.add_argument(flag, metavar="VALUE", help=f"{meaning} ({variable}{shown})")
 
 
 def read_settings(flags: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
-    values: dict[str, str] = {}
-    for flag, variable, default, _ in FLAGS:
-        given = getattr(flags, flag.removeprefix("--").replace("-", "_"), None)
-        values[variable] = (given if given is not None else environment.get(variable, default)).strip()
+    return settings_from(read_values(flags, environment))
+
+
+def read_values(flags: argparse.Namespace, environment: Mapping[str, str]) -> Values:
+    return gather(FLAGS, vars(flags), environment)
+
+
+def settings_from(values: Values) -> Settings:
+    try:
+        return _settings(values)
+    except ConfigError as error:
+        raise ConfigError(values.naming_origins(error.message)) from error
+
+
+def _settings(values: Mapping[str, str]) -> Settings:
     settings = Settings(
         secret=values["KVFERRY_SECRET"],
         instance_urls=_urls("KVFERRY_INSTANCES", values["KVFERRY_INSTANCES"]),
@@ -299,7 +311,7 @@ def _number(name: str, value: str, whole: bool = False) -> float:
     try:
         return int(value) if whole else float(value)
     except ValueError as error:
-        raise ConfigError(f"{name} must be a number, not {value!r}.") from error
+        raise ConfigError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}.") from error
 
 
 def _is_loopback(host: str) -> bool:

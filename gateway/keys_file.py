@@ -10,24 +10,19 @@ priority = "normal"
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
-import secrets
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from gateway.access import Key, Keys, digest
+from gateway.access import Key, Keys
 from gateway.errors import ConfigError
 from gateway.policy.limits import KeyLimits
 from gateway.telemetry import log
 from gateway.wire import PriorityClass, is_identifier
 
 VARIABLE = "KVFERRY_KEYS_FILE"
-KEY_PREFIX = "kvf-"
-KEY_BYTES = 32
 LIMIT_MAX = 10**12
 LIMITS = tuple(field.name for field in dataclasses.fields(KeyLimits))
 CLASSES = {one.word: one for one in PriorityClass}
@@ -86,13 +81,14 @@ def _keys(tables: dict[str, Any]) -> tuple[Key, ...]:
     entries = tables.get("keys")
     if not isinstance(entries, dict) or not entries:
         raise ConfigError("there is no key in it: add one with `kvferry keys new NAME`.")
-    keys = tuple(_key(name, entry) for name, entry in entries.items())
+    keys = tuple(read_entry(name, entry) for name, entry in entries.items())
     if len({key.sha256 for key in keys}) != len(keys):
         raise ConfigError("two keys have the same sha256.")
     return keys
 
 
-def _key(name: str, entry: Any) -> Key:
+def read_entry(name: str, entry: Any) -> Key:
+    """Raises :class:`ConfigError`, which names the field."""
     if not is_identifier(name):
         raise ConfigError(f"keys.{name}: a name is made of letters, digits and . _ : -, at most 128.")
     if not isinstance(entry, dict):
@@ -132,27 +128,3 @@ def _class(field: str, value: Any) -> PriorityClass:
     if not isinstance(value, str) or value not in CLASSES:
         raise ConfigError(f"{field} must be one of {', '.join(CLASSES)}, not {value!r}.")
     return CLASSES[value]
-
-
-def add_keys_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("keys", help="API keys for the keys file")
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    new = actions.add_parser("new", help="make a key: the key itself goes to stderr, once; its entry to stdout")
-    new.add_argument("name", metavar="NAME", help="who it is for: letters, digits and . _ : -")
-    for field in LIMITS:
-        new.add_argument(f"--{field.replace('_', '-')}", type=int, metavar="COUNT", help="default: no limit")
-    new.add_argument("--priority", choices=list(CLASSES), help="the highest class that it may ask for, default high")
-
-
-def make_key(flags: argparse.Namespace) -> int:
-    """``kvferry keys new``. Raises :class:`ConfigError` for what the file could not hold."""
-    key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
-    entry: dict[str, Any] = {"sha256": digest(key.encode()).hex()}
-    entry |= {field: getattr(flags, field) for field in (*LIMITS, "priority") if getattr(flags, field) is not None}
-    _key(flags.name, entry)
-    print(f"The key of {flags.name}, which is shown only this once:\n{key}\n", file=sys.stderr)
-    lines = (
-        f'{field} = "{value}"' if isinstance(value, str) else f"{field} = {value}" for field, value in entry.items()
-    )
-    print("\n".join([f'[keys."{flags.name}"]', *lines]) + "\n")
-    return 0

@@ -17,10 +17,10 @@ import hypothesis
 import pytest
 import uvicorn
 
-from gateway.__main__ import server_config
 from gateway.app import Gateway
 from gateway.cluster.health import HealthSettings
 from gateway.config import Budgets, Intervals, Settings
+from gateway.server import server_config
 from loadtest.redis_server import RedisServer
 from tests.fake_instance import MODEL, SECRET, FakeInstance
 

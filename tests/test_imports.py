@@ -18,7 +18,12 @@ LAYERS = {
         *("serving", "openai", "cluster", "policy", "wire", "errors"),
         *("connection", "telemetry", "config", "counters", "tracing"),
     },
+    "cli": {
+        *("cli", "access", "app", "config", "errors", "keys_file", "server"),
+        *("telemetry", "version", "wire", "workers"),
+    },
     "scheduler": {"scheduler", "cluster", "policy", "wire", "errors", "telemetry", "counters"},
+    "config_sources": {"errors"},
     "connection": set[str](),
     "wire": set[str](),
     "errors": set[str](),
@@ -72,7 +77,7 @@ def test_policy_wire_and_formats_need_the_standard_library_alone() -> None:
 
 
 def test_one_file_each_speaks_to_redis_and_to_the_instances() -> None:
-    names = ("redis", "httptools", "httpx", "fastapi", "prometheus_client", "opentelemetry")
+    names = ("redis", "httptools", "httpx", "fastapi", "prometheus_client", "opentelemetry", "rich")
     importers: dict[str, set[str]] = {name: set() for name in names}
     for path in files():
         for name in imports(path):
@@ -80,10 +85,11 @@ def test_one_file_each_speaks_to_redis_and_to_the_instances() -> None:
     assert importers == {
         "redis": {"cluster/store.py"},
         "httptools": {"connection.py"},
-        "httpx": {"cluster/llumlet.py"},
+        "httpx": {"cluster/llumlet.py", "cli/client.py"},
         "fastapi": {"admin.py", "app.py"},
         "prometheus_client": {"metrics.py", "cluster/plain.py"},
         "opentelemetry": {"otel.py"},
+        "rich": {"cli/output.py"},
     }
 
 

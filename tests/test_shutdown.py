@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from gateway.__main__ import server_config
 from gateway.app import Gateway
 from gateway.cluster.store import Store
 from gateway.config import Budgets, Settings
+from gateway.server import server_config
 from gateway.shutdown import GracefulServer, ShutdownSettings
 from loadtest.processes import free_port
 from tests.conftest import INTERVALS, chat_body, http_client, until

@@ -1,0 +1,38 @@
+"""``kvferry serve``: the gateway itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from gateway.cli.arguments import runs
+from gateway.cli.exits import Exit
+from gateway.config import add_flags, read_values, settings_from
+from gateway.telemetry import configure_logging
+from gateway.workers import given_socket, run_workers
+
+ENDING_S = 10
+"""A worker is killed that takes so much longer to end than the last words to its clients may."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="print the settings, secrets hidden, and start nothing")
+    add_flags(parser)
+    runs(parser, run, "kvferry serve --config kvferry.toml --port 8080", "kvferry serve --config kvferry.toml --check")
+
+
+def run(flags: argparse.Namespace) -> int:
+    values = read_values(flags, os.environ)
+    settings = settings_from(values)
+    if flags.check:
+        print(values.to_toml(), end="")
+        return Exit.OK
+    configure_logging(settings.log_level, settings.log_format)
+    own = given_socket()
+    if settings.workers > 1 and own is None:
+        end_s = settings.shutdown.ends_s + ENDING_S
+        return run_workers(settings.host, settings.port, settings.workers, flags.arguments, end_s)
+    from gateway.app import Gateway
+    from gateway.server import run_server
+
+    return Exit.OK if run_server(Gateway(settings), own) else Exit.FAILED
