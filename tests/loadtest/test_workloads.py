@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def test_lengths_have_the_mean_and_the_quantiles_of_the_papers_table_1(
 @pytest.mark.parametrize("cv", [1.0, 4.0])
 def test_gaps_have_the_rate_and_the_coefficient_of_variation(cv: float) -> None:
     arrivals = generate("S-S", rate_rps=5, count=40_000, seed=3, cv=cv)
-    gaps = [second.at_s - first.at_s for first, second in zip(arrivals, arrivals[1:], strict=False)]
+    gaps = [second.at_s - first.at_s for first, second in itertools.pairwise(arrivals)]
     assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.1)
     assert statistics.stdev(gaps) / statistics.fmean(gaps) == pytest.approx(cv, rel=0.1)
 
