@@ -87,7 +87,7 @@ def generate(
 
 
 def read_trace(path: Path, *, speed: float = 1.0, count: int | None = None) -> list[Arrival]:
-    """A recorded trace: rows of ``arrival_s,input_tokens,output_tokens``, in order. ``speed`` 2 plays it twice as fast."""
+    """A recorded trace: rows of ``arrival_s,input_tokens,output_tokens`` in order; ``speed`` 2 halves its time."""
     if not (speed > 0 and math.isfinite(speed)):
         raise WorkloadError("A speed must be positive.")
     try:
