@@ -1,0 +1,1 @@
+"""Who asks for how much, and when: the paper's traces, made from their distributions, and real traces from files."""
