@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import socket
 import sys
 from collections.abc import Sequence
 
@@ -19,7 +18,7 @@ from gateway.keys_file import add_keys_command, make_key
 from gateway.shutdown import GracefulServer
 from gateway.telemetry import configure_logging
 from gateway.version import installed_version
-from gateway.workers import given_socket, run_workers
+from gateway.workers import Place, given_place, run_workers
 
 GARBAGE_OBJECTS = 10_000
 """New ones between two looks of the garbage collector; Python's own 700 are a few requests."""
@@ -38,23 +37,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return make_key(flags)
         settings = read_settings(flags, os.environ)
         configure_logging(settings.log_level, settings.log_format)
-        own = given_socket()
-        if settings.workers > 1 and own is None:
+        place = given_place()
+        if settings.workers > 1 and place is None:
             given = sys.argv[1:] if arguments is None else arguments
             end_s = settings.shutdown.ends_s + ENDING_S
             return run_workers(settings.host, settings.port, settings.workers, given, end_s)
-        gateway = Gateway(settings)
+        gateway = Gateway(settings, seat=place.seat if place is not None else None)
     except ConfigError as error:
         print(f"kvferry: {error.message}", file=sys.stderr)
         return 2
-    return _serve(gateway, settings, own)
+    return _serve(gateway, settings, place)
 
 
-def _serve(gateway: Gateway, settings: Settings, own: socket.socket | None) -> int:
-    """``own``: a socket that is bound already."""
+def _serve(gateway: Gateway, settings: Settings, place: Place | None) -> int:
+    """``place``: with a socket that is bound already."""
     server = GracefulServer(server_config(gateway, settings.host, settings.port), gateway, settings.shutdown)
     _spare_the_collector()
-    server.run(sockets=None if own is None else [own])
+    server.run(sockets=None if place is None else [place.listening])
     return 0 if server.started else 1
 
 
