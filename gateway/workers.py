@@ -69,11 +69,10 @@ def run_workers(host: str, port: int, workers: int, arguments: Sequence[str], en
         print(f"kvferry: cannot listen on {host}:{port}: {error.strerror or error}", file=sys.stderr)
         return 1
     try:
-        parent = Workers(sockets, [sys.executable, "-m", "gateway", *arguments], end_s)
-    except OSError as error:
-        print(f"kvferry: no directory for the workers' sockets: {error.strerror or error}", file=sys.stderr)
+        return Workers(sockets, [sys.executable, "-m", "gateway", *arguments], end_s).run()
+    except OSError as error:  # No process, or no socket in the directory for temporary files.
+        print(f"kvferry: cannot start a worker: {error.strerror or error}", file=sys.stderr)
         return 1
-    return parent.run()
 
 
 def listen(host: str, port: int, workers: int) -> list[socket.socket]:
@@ -96,7 +95,11 @@ def listen(host: str, port: int, workers: int) -> list[socket.socket]:
 def _unix_socket(path: str) -> socket.socket:
     Path(path).unlink(missing_ok=True)
     one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    one.bind(path)
+    try:
+        one.bind(path)
+    except OSError:
+        one.close()
+        raise
     return one
 
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -81,11 +82,8 @@ async def counted_health(client: httpx.AsyncClient, asked: int) -> float:
     page = (await client.get("/metrics", headers={"authorization": f"Bearer {ADMIN_KEY}"})).text
     samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
     assert [sample.value for sample in samples if sample.name == "kvferry_worker_up"] == [1, 1]
-    return sum(
-        sample.value
-        for sample in samples
-        if sample.name == "kvferry_requests_total" and sample.labels["route"] == "/ping"
-    )
+    pings = [sample for sample in samples if sample.labels.get("route") == "/ping"]
+    return sum(float(sample.value) for sample in pings if sample.name == "kvferry_requests_total")
 
 
 @pytest.fixture
@@ -159,6 +157,16 @@ def test_a_port_that_is_taken_is_an_error_although_it_could_be_shared(capsys: py
     finally:
         for one in sockets:
             one.close()
+
+
+def test_a_worker_that_cannot_be_started_is_an_error_in_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    too_long = tmp_path / ("x" * 100)
+    too_long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(too_long))
+    assert run_workers("127.0.0.1", 0, 2, [], 1) == 1
+    assert "cannot start a worker: AF_UNIX path too long" in capsys.readouterr().err
 
 
 def children(parent: int) -> list[int]:
