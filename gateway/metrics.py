@@ -51,6 +51,15 @@ INSTANCE_GAUGES = {
     "migrations_out": "Migrations under way from it.",
 }
 """By name, less the prefix ``kvferry_instance_``. The last ones come from its report, and are missing without one."""
+INSTANCE_TOTALS = {
+    "migrations_ended": "Migrations away from it, whoever ordered them, by how they ended.",
+    "migration_stages": "Stages of those that were committed.",
+    "migration_blocks": "KV blocks that they sent.",
+    "migration_bytes": "Bytes that they sent.",
+    "migration_seconds": "How long they took, together.",
+    "migration_final_seconds": "Of that, from the last step there to the acknowledged commit.",
+}
+"""By name, less the prefix ``kvferry_instance_``: since its start, as its last report says."""
 GAUGES = {
     "instances": "Instances that are known.",
     "instances_healthy": "Of those, the ones that answer and are not ejected.",
@@ -160,16 +169,26 @@ class MetricsPage:
         ejections = CounterMetricFamily(
             f"{PREFIX}instance_ejections", "Times that it was held back on suspicion.", labels=["instance_id"]
         )
+        totals = {
+            name: CounterMetricFamily(
+                f"{PREFIX}instance_{name}",
+                text,
+                labels=["instance_id", "outcome"] if name == "migrations_ended" else ["instance_id"],
+            )
+            for name, text in INSTANCE_TOTALS.items()
+        }
         now = time.monotonic()
         for member in self._members.all():
             instance = member.instance
+            for name, labels, total in _migrations(member):
+                totals[name].add_metric([instance.instance_id, *labels], total)
             ejections.add_metric([instance.instance_id], member.health.ejections_total)
             for name, value in self._of_instance(member, now):
                 gauges[name].add_metric([instance.instance_id], value)
             version = member.report.vllm_version if member.report is not None else "unknown"
             # The instance's own word: one that is no text must not cost the whole page.
             info.add_metric([instance.instance_id, version.encode(errors="replace").decode(), instance.url], 1)
-        return [*gauges.values(), info, ejections]
+        return [*gauges.values(), *totals.values(), info, ejections]
 
     def _of_instance(self, member: Member, now: float) -> Iterable[tuple[str, float]]:
         yield "healthy", float(member.healthy)
@@ -223,6 +242,20 @@ class Reading:
 
     def collect(self) -> Families:
         return self.families
+
+
+def _migrations(member: Member) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """Name, labels beside the instance's, and value."""
+    ended = member.report.migrations_ended if member.report is not None else None
+    if ended is None:
+        return
+    yield "migrations_ended", ("committed",), ended.committed
+    yield "migrations_ended", ("aborted",), ended.aborted
+    yield "migration_stages", (), ended.stages
+    yield "migration_blocks", (), ended.blocks_sent
+    yield "migration_bytes", (), ended.bytes_sent
+    yield "migration_seconds", (), ended.duration_ms / 1000
+    yield "migration_final_seconds", (), ended.final_ms / 1000
 
 
 def _merged(parts: Iterable[Part | None]) -> Families:
