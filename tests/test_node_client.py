@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
-import shutil
 import struct
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from tests.conftest import Running, StartGateway
+from tests import node_client
+from tests.conftest import Running, StartGateway, until
 from tests.fake_instance import MODEL, Exchange, FakeInstance, error_body, instances
+from tests.node_client import ANSWERS_IN_S, MISSING
 from tests.scripts import answers, gone, moves_after, silent, starts_and_waits
 from tests.test_endpoints import whole
 from tests.test_openai_client import KEY, WHOLE
 
-DIRECTORY = Path(__file__).parent / "node"
-NODE = shutil.which("node")
-ANSWERS_IN_S = 120
 USAGE = {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
 
 pytestmark = [
     pytest.mark.slow,  # A Node a test.
-    pytest.mark.skipif(NODE is None, reason="Node is not installed"),
-    pytest.mark.skipif(
-        not (DIRECTORY / "node_modules" / "openai").is_dir(),
-        reason="the client for Node is not installed: make node-client",
-    ),
+    pytest.mark.skipif(MISSING is not None, reason=MISSING or ""),
 ]
 
 Cluster = tuple[Running, FakeInstance, FakeInstance]
@@ -44,24 +36,7 @@ async def cluster(start_gateway: StartGateway) -> AsyncIterator[Cluster]:
 
 
 async def node(running: Running, scenario: str) -> Any:
-    """What ``client.js`` says of that scenario."""
-    assert NODE is not None
-    process = await asyncio.create_subprocess_exec(
-        NODE,
-        str(DIRECTORY / "client.js"),
-        *(scenario, f"{running.url}/v1", KEY, MODEL),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(ANSWERS_IN_S):
-            out, complaint = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, complaint.decode()
-    return json.loads(out)
+    return await node_client.run(scenario, running.url, KEY, MODEL)
 
 
 async def test_replies_in_one_piece(cluster: Cluster) -> None:
@@ -173,11 +148,22 @@ async def test_an_error_within_a_stream_is_raised(cluster: Cluster) -> None:
     assert "queue full" in told["message"]
 
 
-@pytest.mark.parametrize("scenario", ["abort_before_the_reply", "abort_a_stream"])
-async def test_an_abort_reaches_the_instance(scenario: str, cluster: Cluster) -> None:
+async def test_an_abort_before_the_reply_reaches_the_instance(cluster: Cluster) -> None:
     running, a, b = cluster
-    a.script = silent if scenario == "abort_before_the_reply" else starts_and_waits
-    told = await node(running, scenario)
-    assert told.get("kind", "APIUserAbortError") == "APIUserAbortError"
+    a.script = silent
+    told = await node_client.run("abort_before_the_reply", running.url, KEY, MODEL, until=asked(a))
+    assert told["kind"] == "APIUserAbortError"
+    await gone(await a.exchange())
+    assert not b.received
+
+
+async def asked(fake: FakeInstance) -> None:
+    await until(lambda: fake.exchanges, ANSWERS_IN_S)
+
+
+async def test_an_abort_of_a_stream_reaches_the_instance(cluster: Cluster) -> None:
+    running, a, b = cluster
+    a.script = starts_and_waits
+    assert (await node(running, "abort_a_stream"))["chunks"] >= 2
     await gone(await a.exchange())
     assert not b.received

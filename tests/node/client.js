@@ -9,7 +9,8 @@ const weather = {
   type: "function",
   function: { name: "weather", parameters: { type: "object", properties: { city: { type: "string" } } } },
 };
-const schema = { type: "object", properties: { n: { type: "integer" } }, required: ["n"] };
+const turn = { model, max_output_tokens: 8, temperature: 0 };
+const schema = { type: "object", properties: { n: { enum: [7, 8] } }, required: ["n"] };
 
 async function failure(call) {
   try {
@@ -26,7 +27,7 @@ async function read(stream) {
 
 const scenarios = {
   async chat() {
-    const reply = await client.chat.completions.create({ model, messages, max_tokens: 8 });
+    const reply = await client.chat.completions.create({ model, messages, max_tokens: 8, temperature: 0 });
     const text = await client.completions.create({ model, prompt: "hello", max_tokens: 8 });
     const models = [];
     for await (const one of client.models.list()) models.push(one.id);
@@ -39,6 +40,7 @@ const scenarios = {
       model,
       messages,
       max_tokens: 8,
+      temperature: 0,
       stream_options: { include_usage: true },
     });
     const ids = new Set();
@@ -61,12 +63,12 @@ const scenarios = {
   },
 
   async responses() {
-    const reply = await client.responses.create({ model, input: "hello" });
+    const reply = await client.responses.create({ ...turn, input: "hello" });
     const events = [];
-    for await (const event of await client.responses.create({ model, input: "hello", stream: true }))
+    for await (const event of await client.responses.create({ ...turn, input: "hello", stream: true }))
       events.push(event.type);
     const kept = await client.responses.retrieve(reply.id);
-    await client.responses.create({ model, input: "and then?", previous_response_id: reply.id });
+    await client.responses.create({ ...turn, input: "and then?", previous_response_id: reply.id });
     const unknown = await failure(() => client.responses.retrieve("resp_unknown"));
     return { text: reply.output_text, events, kept: kept.id, unknown };
   },
@@ -88,9 +90,13 @@ const scenarios = {
     return failure(async () => read(await client.chat.completions.create({ model, messages, stream: true })));
   },
 
+  // When a line comes.
   async abort_before_the_reply() {
     const controller = new AbortController();
-    setTimeout(() => controller.abort(), 300);
+    process.stdin.once("data", () => {
+      controller.abort();
+      process.stdin.destroy();
+    });
     return failure(() => client.chat.completions.create({ model, messages }, { signal: controller.signal }));
   },
 
