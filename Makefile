@@ -27,7 +27,7 @@ NONE_CHOSEN = { [ $$? -eq 5 ] && $(if $(ARGS),true,false); }
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo up soak test test-fast bench-migration bench-gateway check format setup model clean
+.PHONY: help demo up soak test test-fast node-client bench-migration bench-gateway check format setup model clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1~/p' Makefile | awk -F'~' '{printf "%-18s %s\n", $$1, $$2}'
@@ -47,6 +47,9 @@ test: $(READY)  ## all tests, real vLLM servers included
 
 test-fast: $(KVFERRY_STAMP)  ## the tests that need no vLLM server
 	$(RUN) -m pytest $(SIDE_BY_SIDE) -m "not vllm and not slow" $(ARGS)
+
+node-client:  ## install the official client for Node, which `make test` then runs too; needs Node 20 or newer
+	cd tests/node && npm ci --ignore-scripts --no-audit --no-fund
 
 bench-migration: $(READY) $(BENCH_STAMP) $(BENCH_MODEL_STAMP)  ## what a move costs the client, beside cruder ways; ARGS=--quick for four minutes
 	@$(RUN) -m loadtest.bench.migration $(ARGS)
@@ -68,7 +71,7 @@ setup: $(READY)  ## only set everything up
 model: $(MODEL_STAMP)  ## make the test model
 
 clean:  ## remove everything that these commands have made
-	rm -rf $(VENV) .venv-peers .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-peers .cache tests/node/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV_STAMP):

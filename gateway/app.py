@@ -44,6 +44,7 @@ from gateway.serving.waiting import Waiting
 from gateway.serving.watch import Watch
 from gateway.telemetry import cancel_all, log, run_forever
 from gateway.tracing import NO_TRACER, Tracer
+from gateway.worker_pages import Seat
 
 RECORDS_INTERVAL_S = 0.2
 HEALTH_PATHS = ("/health", "/ping")
@@ -64,8 +65,8 @@ def build_tracer(tracing: str) -> Tracer:
 
 
 class Gateway:
-    def __init__(self, settings: Settings, tracer: Tracer | None = None) -> None:
-        """``tracer``: in place of the one that the settings ask for."""
+    def __init__(self, settings: Settings, tracer: Tracer | None = None, seat: Seat | None = None) -> None:
+        """``tracer``: in place of the one that the settings ask for. ``seat``: among several workers."""
         intervals, limits = settings.intervals, settings.limits
         self.settings = settings
         self._tracer = tracer or build_tracer(settings.tracing)
@@ -143,7 +144,9 @@ class Gateway:
             LoadReader(url, self.members, self.llumlets, pulse_timeout_s) for url in settings.instance_urls
         ]
         self._pulses = [Pulse(url, self.members, self.llumlets, pulse_timeout_s) for url in settings.instance_urls]
-        self.metrics = MetricsPage(self.counters, self.members, self.dispatcher, self.sessions, self.store, self.leader)
+        self.metrics = MetricsPage(
+            self.counters, self.members, self.dispatcher, self.sessions, self.store, self.leader, seat
+        )
         metrics_keys = [key for key in (settings.metrics_key, settings.admin_key) if key and not settings.metrics_open]
         self._metrics_keys = Keys(metrics_keys, open_if_empty=settings.metrics_open)
         self._admin: FastAPI = build_admin_app(admin)
@@ -169,6 +172,7 @@ class Gateway:
 
     async def start(self) -> None:
         """One round of discovery first, so that the first request finds instances."""
+        await self.metrics.start()
         await self.discovery.probe_all()
         self._run(
             "discovery", run_forever("discovery", self.discovery.probe_all, self._intervals.probe_s, self.counters)
@@ -192,6 +196,7 @@ class Gateway:
         log("started", gateway=self.gateway_id, instances_healthy=self.members.healthy_count())
 
     async def stop(self) -> None:
+        self.metrics.close()
         await cancel_all(self._loops)
         await self.drains.stop()
         await self.leader.release()

@@ -1,6 +1,7 @@
 """A client's connection: uvicorn's own, and let go when the client has stopped reading, or does not say what it wants.
 
-uvicorn bounds neither the size of a request's head nor the time that it may take.
+uvicorn bounds neither the size of a request's head nor the time that it may take; it stops at requests that ask for
+another protocol; and it sends chunks to clients of HTTP/1.0, which know none.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.counters import Counters
+from gateway.request_parser import RequestParser
 from gateway.telemetry import log
 
 HEAD_BYTES_MAX = 64 * 1024
@@ -34,10 +36,15 @@ def client_connection(stuck_s: float, head_s: float, counters: Counters) -> type
     """
 
     class ClientConnection(HttpToolsProtocol):
+        parser: RequestParser  # type: ignore[assignment]
         _waiting: asyncio.TimerHandle | None = None
         _head_due: asyncio.TimerHandle | None = None
         _head_bytes = _read_bytes = 0
         _in_head = True
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.parser = RequestParser(self)
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -66,6 +73,8 @@ def client_connection(stuck_s: float, head_s: float, counters: Counters) -> type
             self._in_head = False
             self._stop_head_timer()
             super().on_headers_complete()
+            if self.scope.get("http_version") == "1.0":
+                _end_with_the_connection(self.cycle)
 
         def send_400_response(self, msg: str) -> None:
             if self._head_bytes > HEAD_BYTES_MAX:
@@ -84,6 +93,7 @@ def client_connection(stuck_s: float, head_s: float, counters: Counters) -> type
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
             self._stop_head_timer()
+            self.parser.close()
             super().connection_lost(exc)
 
         def _wait(self, unread: int) -> None:
@@ -133,3 +143,21 @@ def client_connection(stuck_s: float, head_s: float, counters: Counters) -> type
                 self._waiting = None
 
     return ClientConnection
+
+
+def _end_with_the_connection(cycle: RequestResponseCycle) -> None:
+    """A reply of unknown length to HTTP/1.0 ends with its connection, which uvicorn closes after each of those."""
+    send, unframed = cycle.send, False
+
+    async def send_unframed(message: Any) -> None:
+        nonlocal unframed
+        if message["type"] == "http.response.start":
+            unframed = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            if unframed:
+                cycle.chunked_encoding = False
+        elif unframed:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.waiting_for_100_continue = False  # It knows no interim replies either.
+    cycle.send = send_unframed  # type: ignore[method-assign]

@@ -139,6 +139,8 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self._end_completes = False
         """Whether the end of the connection is the reply's end: it says neither its length nor comes in chunks."""
+        self._in_doubt = False
+        """Whether a body may follow that the reply cannot have: it would be taken for the next one's."""
         self.idle_since = 0.0
 
     @property
@@ -258,6 +260,7 @@ class Connection(asyncio.Protocol):
         headers = CIMultiDict(self._header_lines)
         counted = "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower()
         self._end_completes = not counted
+        self._in_doubt = status in (204, 304) and counted and headers.get("content-length") != "0"
         response.headers, response.status = CIMultiDictProxy(headers), status
         head, self._head = self._head, None  # The next request may have come before this one's task wakes.
         if head is not None and not head.done():
@@ -277,7 +280,7 @@ class Connection(asyncio.Protocol):
             return  # An interim reply, such as 100.
         self._response = None
         response.complete()
-        if self._parser.should_keep_alive() and not self._unsent:
+        if self._parser.should_keep_alive() and not self._unsent and not self._in_doubt:
             self.resume()
             self._pool.give_back(self)
         else:

@@ -1,7 +1,7 @@
 """``GET /metrics``: what the gateway counts and what it knows of the instances, for Prometheus.
 
 prometheus_client writes the page. Nothing is kept here: each reading is made from what is true at that moment, so
-what is gone leaves no series behind. Of each worker process one page.
+what is gone leaves no series behind. With several workers it has the series of all of them, by ``worker``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client import ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
 from gateway.cluster.members import Member, Members
@@ -26,6 +26,7 @@ from gateway.serving.dispatch import Dispatcher
 from gateway.serving.reply import Reply, Send
 from gateway.serving.session import Sessions
 from gateway.version import installed_version
+from gateway.worker_pages import Part, Seat, WorkerPages
 
 PREFIX = "kvferry_"
 
@@ -50,6 +51,15 @@ INSTANCE_GAUGES = {
     "migrations_out": "Migrations under way from it.",
 }
 """By name, less the prefix ``kvferry_instance_``. The last ones come from its report, and are missing without one."""
+INSTANCE_TOTALS = {
+    "migrations_ended": "Migrations away from it, whoever ordered them, by how they ended.",
+    "migration_stages": "Stages of those that were committed.",
+    "migration_blocks": "KV blocks that they sent.",
+    "migration_bytes": "Bytes that they sent.",
+    "migration_seconds": "How long they took, together.",
+    "migration_final_seconds": "Of that, from the last step there to the acknowledged commit.",
+}
+"""By name, less the prefix ``kvferry_instance_``: since its start, as its last report says."""
 GAUGES = {
     "instances": "Instances that are known.",
     "instances_healthy": "Of those, the ones that answer and are not ejected.",
@@ -59,6 +69,7 @@ GAUGES = {
     "redis_up": "Whether Redis answered the last command.",
     "redis_answer_age_seconds": "Time since Redis last answered; absent until it has.",
     "build_info": "The gateway's version; always 1.",
+    "worker_up": "Whether the worker has told its part of this page.",
 }
 """By name, less the prefix ``kvferry_``."""
 
@@ -76,7 +87,9 @@ class MetricsPage:
         sessions: Sessions,
         store: Store,
         leader: Leader,
+        seat: Seat | None = None,
     ) -> None:
+        """``seat``: among several workers."""
         self._counters = counters
         self._members = members
         self._dispatcher = dispatcher
@@ -84,6 +97,15 @@ class MetricsPage:
         self._store = store
         self._leader = leader
         self._version = installed_version()
+        self._workers = WorkerPages(seat, self._part) if seat is not None else None
+
+    async def start(self) -> None:
+        if self._workers is not None:
+            await self._workers.start()
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send)
@@ -93,20 +115,32 @@ class MetricsPage:
         accept = next((value for name, value in scope["headers"] if name == b"accept"), b"")
         encode, content_type = choose_encoder(accept.decode("latin-1"))
         # Written out beside the event loop: thousands of series take milliseconds, and streams go on meanwhile.
-        text: bytes = await asyncio.to_thread(encode, self._reading())
+        text: bytes = await asyncio.to_thread(encode, Reading(await self._families()))
         await reply.whole(WholeReply(200, (("content-type", content_type),), text))
 
     def forget_gone(self) -> None:
         self._counters.keep("instance_id", lambda instance_id: self._members.get(instance_id) is not None)
         self._counters.keep("model", self._members.knows_model)
 
-    def _reading(self) -> Any:
-        """All at one instant, in a registry of its own: several gateways may share a process."""
+    async def _families(self) -> Families:
+        if self._workers is None:
+            return self._own()
+        parts = await self._workers.all()
+        came: dict[Labels, float] = {(str(index),): part is not None for index, part in enumerate(parts)}
+        return [*_merged(parts), _gauge("worker_up", came, ["worker"])]
+
+    def _own(self) -> Families:
+        """All at one instant."""
         self.forget_gone()
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(Reading([*self._counted(), *self._instances(), *self._gauges()]))
-        ProcessCollector(registry=registry)
-        return registry
+        process = ProcessCollector(registry=None)
+        return [*self._counted(), *self._instances(), *self._gauges(), *process.collect()]
+
+    def _part(self) -> Part:
+        """Of what several workers have to say, this one's."""
+        return [
+            [family.name, family.documentation, family.type, [list(sample[:3]) for sample in family.samples]]
+            for family in self._own()
+        ]
 
     def _counted(self) -> Iterator[Any]:
         for name, family in FAMILIES.items():
@@ -135,16 +169,26 @@ class MetricsPage:
         ejections = CounterMetricFamily(
             f"{PREFIX}instance_ejections", "Times that it was held back on suspicion.", labels=["instance_id"]
         )
+        totals = {
+            name: CounterMetricFamily(
+                f"{PREFIX}instance_{name}",
+                text,
+                labels=["instance_id", "outcome"] if name == "migrations_ended" else ["instance_id"],
+            )
+            for name, text in INSTANCE_TOTALS.items()
+        }
         now = time.monotonic()
         for member in self._members.all():
             instance = member.instance
+            for name, labels, total in _migrations(member):
+                totals[name].add_metric([instance.instance_id, *labels], total)
             ejections.add_metric([instance.instance_id], member.health.ejections_total)
             for name, value in self._of_instance(member, now):
                 gauges[name].add_metric([instance.instance_id], value)
             version = member.report.vllm_version if member.report is not None else "unknown"
             # The instance's own word: one that is no text must not cost the whole page.
             info.add_metric([instance.instance_id, version.encode(errors="replace").decode(), instance.url], 1)
-        return [*gauges.values(), info, ejections]
+        return [*gauges.values(), *totals.values(), info, ejections]
 
     def _of_instance(self, member: Member, now: float) -> Iterable[tuple[str, float]]:
         yield "healthy", float(member.healthy)
@@ -192,10 +236,37 @@ class MetricsPage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
+    """In place of a registry."""
+
     families: Families
 
     def collect(self) -> Families:
         return self.families
+
+
+def _migrations(member: Member) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """Name, labels beside the instance's, and value."""
+    ended = member.report.migrations_ended if member.report is not None else None
+    if ended is None:
+        return
+    yield "migrations_ended", ("committed",), ended.committed
+    yield "migrations_ended", ("aborted",), ended.aborted
+    yield "migration_stages", (), ended.stages
+    yield "migration_blocks", (), ended.blocks_sent
+    yield "migration_bytes", (), ended.bytes_sent
+    yield "migration_seconds", (), ended.duration_ms / 1000
+    yield "migration_final_seconds", (), ended.final_ms / 1000
+
+
+def _merged(parts: Iterable[Part | None]) -> Families:
+    """The same families once, each series with its worker's number."""
+    families: dict[str, Any] = {}
+    for worker, part in enumerate(parts):
+        for name, text, kind, samples in part or ():
+            family = families.setdefault(name, Metric(name, text, kind))
+            for sample, labels, value in samples:
+                family.add_sample(sample, {**labels, "worker": str(worker)}, value)
+    return [*families.values()]
 
 
 def _counter(name: str, counts: dict[Labels, int], text: str = "") -> Any:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import gc
-import socket
 
 import uvicorn
 
 from gateway.app import Gateway
 from gateway.client_connection import client_connection
 from gateway.shutdown import GracefulServer
+from gateway.workers import Place
 
 GARBAGE_OBJECTS = 10_000
 """New ones between two looks of the garbage collector; Python's own 700 are a few requests."""
 
 
-def run_server(gateway: Gateway, own: socket.socket | None) -> bool:
-    """Until a signal ends it: whether it came up. ``own``: a socket that is bound already."""
+def run_server(gateway: Gateway, place: Place | None) -> bool:
+    """Until a signal ends it: whether it came up. ``place``: with a socket that is bound already."""
     settings = gateway.settings
     server = GracefulServer(server_config(gateway, settings.host, settings.port), gateway, settings.shutdown)
     _spare_the_collector()
-    server.run(sockets=None if own is None else [own])
+    server.run(sockets=None if place is None else [place.listening])
     return server.started
 
 

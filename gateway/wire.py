@@ -113,6 +113,33 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class MigrationTotals(Message):
+    """Of all migrations away from an instance since its start, whoever asked for them. Those that were aborted have
+    nothing but their number here."""
+
+    committed: int = 0
+    aborted: int = 0
+    stages: int = 0
+    blocks_sent: int = 0
+    bytes_sent: int = 0
+    duration_ms: float = 0.0
+    final_ms: float = 0.0
+
+    def plus(self, result: MigrationResult) -> MigrationTotals:
+        if result.outcome != "committed":
+            return dataclasses.replace(self, aborted=self.aborted + 1)
+        return MigrationTotals(
+            self.committed + 1,
+            self.aborted,
+            self.stages + result.stages,
+            self.blocks_sent + result.blocks_sent,
+            self.bytes_sent + result.bytes_sent,
+            self.duration_ms + result.duration_ms,
+            self.final_ms + result.final_ms,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Report(Message):
     """What a llumlet says about its instance, every 100 ms (paper, section 4.1: virtual usage and freeness).
 
@@ -147,6 +174,8 @@ class Report(Message):
     draining: bool
     migrations_in: int
     migrations_out: int
+    migrations_ended: MigrationTotals | None = None
+    """``None``: a plugin that does not say so yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,39 +5,55 @@ one on another machine: its own connections to the instances, its own view, and 
 all over the same Redis. The kernel spreads new connections over their sockets (SO_REUSEPORT).
 
 The parent makes the sockets, and keeps them: a worker that dies is started again on the same one, so that what has
-connected meanwhile is served after all. It runs no event loop and no gateway of its own.
+connected meanwhile is served after all. It runs no event loop and no gateway of its own. Beside the port there is one
+Unix socket a worker, a new one at each start, for its siblings (worker_pages.py).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from gateway.telemetry import log
+from gateway.worker_pages import Seat
 
 WORKER_VARIABLE = "KVFERRY_WORKER"
-"""To a worker, from its parent: the numbers of the socket that it is to listen on, and of a pipe that ends with it."""
+"""To a worker, from its parent, as JSON: the numbers of the socket that it is to listen on, and of a pipe that ends
+with it; and its seat."""
 LOOK_S = 0.1
 FAILED_START_S = 60.0
 """A worker that gives up within this time of its start would not come up the next time either."""
 RESTART_S = 1.0
 
 
-def given_socket() -> socket.socket | None:
-    """In a worker, the socket that its parent has made for it. The worker ends when its parent does, however."""
-    numbers = os.environ.pop(WORKER_VARIABLE, None)
-    if numbers is None:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a worker gets from its parent."""
+
+    listening: socket.socket
+    seat: Seat
+
+
+def given_place() -> Place | None:
+    """``None`` in any other process. The worker ends when its parent does, however."""
+    given = os.environ.pop(WORKER_VARIABLE, None)
+    if given is None:
         return None
-    listening, pipe = map(int, numbers.split(","))
-    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
-    return socket.socket(fileno=listening)
+    place = json.loads(given)
+    threading.Thread(target=_end_with, args=(place["pipe"],), daemon=True).start()
+    seat = Seat(place["index"], tuple(place["paths"]), socket.socket(fileno=place["own"]))
+    return Place(socket.socket(fileno=place["listening"]), seat)
 
 
 def _end_with(pipe: int) -> None:
@@ -52,7 +68,11 @@ def run_workers(host: str, port: int, workers: int, arguments: Sequence[str], en
     except OSError as error:
         print(f"kvferry: cannot listen on {host}:{port}: {error.strerror or error}", file=sys.stderr)
         return 1
-    return Workers(sockets, [sys.executable, "-m", "gateway", *arguments], end_s).run()
+    try:
+        return Workers(sockets, [sys.executable, "-m", "gateway", *arguments], end_s).run()
+    except OSError as error:  # No process, or no socket in the directory for temporary files.
+        print(f"kvferry: cannot start a worker: {error.strerror or error}", file=sys.stderr)
+        return 1
 
 
 def listen(host: str, port: int, workers: int) -> list[socket.socket]:
@@ -72,6 +92,17 @@ def listen(host: str, port: int, workers: int) -> list[socket.socket]:
     return sockets
 
 
+def _unix_socket(path: str) -> socket.socket:
+    Path(path).unlink(missing_ok=True)
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        one.bind(path)
+    except OSError:
+        one.close()
+        raise
+    return one
+
+
 class Workers:
     """The parent. A signal reaches the workers only through it: they lead no terminal's process group."""
 
@@ -83,6 +114,8 @@ class Workers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._started_at = [0.0] * len(sockets)
         self._pipe, self._pipe_end = os.pipe()
+        self._directory = tempfile.TemporaryDirectory(prefix="kvferry-")
+        self._paths = [str(Path(self._directory.name) / str(index)) for index in range(len(sockets))]
 
     def run(self) -> int:
         before = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -107,12 +140,15 @@ class Workers:
                 signal.signal(number, handler)
             os.close(self._pipe)
             os.close(self._pipe_end)
+            self._directory.cleanup()
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
-        given = (self._sockets[index].fileno(), self._pipe)
-        environment = {**os.environ, WORKER_VARIABLE: ",".join(map(str, given))}
-        self._started_at[index] = time.monotonic()
-        return subprocess.Popen(self._command, env=environment, pass_fds=given, process_group=0)
+        with _unix_socket(self._paths[index]) as own:
+            numbers = {"listening": self._sockets[index].fileno(), "pipe": self._pipe, "own": own.fileno()}
+            place = json.dumps({**numbers, "index": index, "paths": self._paths})
+            environment = {**os.environ, WORKER_VARIABLE: place}
+            self._started_at[index] = time.monotonic()
+            return subprocess.Popen(self._command, env=environment, pass_fds=[*numbers.values()], process_group=0)
 
     def _end(self, number: int, _: FrameType | None) -> None:
         """A second signal is for the workers at once."""

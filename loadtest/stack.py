@@ -76,6 +76,7 @@ class Stack:
     """Brings everything up in ``async with`` and ends it again, whatever happens in between.
 
     ``vllm_arguments`` and ``vllm_environment`` are added to every server's; ``gateway_environment`` to the gateway's.
+    ``instance_arguments``, by id, are one server's own: it may then serve another model, and is not warmed up.
     ``policy`` is the leader's: ``none`` moves nothing by itself, so that a move happens only where one is forced.
     Keys and secrets are new for each stack.
     """
@@ -91,6 +92,7 @@ class Stack:
         model_directory: Path = MODEL_DIRECTORY,
         vllm_arguments: Sequence[str] = (),
         vllm_environment: Mapping[str, str] | None = None,
+        instance_arguments: Mapping[str, Sequence[str]] | None = None,
         gateway_environment: Mapping[str, str] | None = None,
         gateway_port: int | None = None,
         log_directory: Path | None = None,
@@ -115,6 +117,7 @@ class Stack:
         self._vllm_command = list(vllm_command)
         self._vllm_arguments = list(vllm_arguments)
         self._vllm_environment = dict(vllm_environment or {})
+        self._instance_arguments = dict(instance_arguments or {})
         self._gateway_environment = dict(gateway_environment or {})
         self._gateway_port = gateway_port
         self._progress = progress or Progress()
@@ -225,7 +228,7 @@ class Stack:
         if self._with_plugin:
             command += ["--scheduler-cls", "vllm_plugin.scheduler.KvferryScheduler"]
             command += ["--worker-extension-cls", "vllm_plugin.worker.WorkerExtension"]
-        command += self._vllm_arguments
+        command += [*self._vllm_arguments, *self._instance_arguments.get(instance_id, ())]
         log = self.log_directory / f"vllm-{instance_id}.log"
         process = ManagedProcess(f"vLLM server {instance_id}", command, log=log, environment=environment)
         return Instance(instance_id, f"http://{HOST}:{port}", process)
@@ -247,7 +250,8 @@ class Stack:
         with self._progress.step("warming up"):
             async with httpx.AsyncClient(timeout=INSTANCE_TIMEOUT_S, trust_env=False) as client:
                 for path, body in bodies.items():
-                    posts = (client.post(instance.url + path, json=body) for instance in instances)
+                    warmed = [instance for instance in instances if instance.id not in self._instance_arguments]
+                    posts = (client.post(instance.url + path, json=body) for instance in warmed)
                     for answer in await asyncio.gather(*posts):
                         if answer.status_code != 200:
                             raise StackFailed(f"a server refused its first request: {answer.text}")
@@ -309,8 +313,8 @@ class Stack:
         answer = await client.get(
             f"{self.gateway_url}/admin/instances", headers={"authorization": f"Bearer {self.admin_key}"}
         )
-        text = answer.text
-        return answer.status_code == 200 and all(f'"{instance.id}"' in text for instance in self.instances)
+        names = [instance.id if self._with_plugin else instance.url for instance in self.instances]
+        return answer.status_code == 200 and all(f'"{name}"' in answer.text for name in names)
 
 
 def _nice() -> list[str]:

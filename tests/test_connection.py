@@ -210,6 +210,28 @@ async def test_no_header_can_bring_a_line_of_its_own() -> None:
             await pool.request("POST", "/x", [("a", "b\r\nc: d")], b"")
 
 
+@pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
+@pytest.mark.parametrize(
+    ("framing", "kept"),
+    [
+        (b"", True),
+        (b"content-length: 0\r\n", True),
+        (b"content-length: 5\r\n", False),
+        (b"transfer-encoding: chunked\r\n", False),
+    ],
+)
+@pytest.mark.parametrize("body", [b"", b"hello"])
+async def test_a_reply_that_has_no_body_ends_with_its_head_whatever_it_says(
+    status: bytes, framing: bytes, kept: bool, body: bytes
+) -> None:
+    async with serving(says(b"HTTP/1.1 " + status + b"\r\n" + framing + b"\r\n" + body)) as pool:
+        for _ in range(3):
+            response = await ask(pool)
+            assert await read_all(response) == b""
+        assert not pool._used
+        assert any(connection.usable for connection in pool._idle) == (kept and not body)
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_a_connection_that_is_asked_again_before_its_last_asker_wakes_answers_both(leaves: bool) -> None:
     """A reply that comes in one read frees its connection while the task that has asked still has to run."""

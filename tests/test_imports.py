@@ -84,7 +84,7 @@ def test_one_file_each_speaks_to_redis_and_to_the_instances() -> None:
             importers.get(name.split(".")[0], set()).add(str(path.relative_to(PACKAGE)))
     assert importers == {
         "redis": {"cluster/store.py"},
-        "httptools": {"connection.py"},
+        "httptools": {"connection.py", "request_parser.py"},
         "httpx": {"cluster/llumlet.py", "cli/client.py"},
         "fastapi": {"admin.py", "app.py"},
         "prometheus_client": {"metrics.py", "cluster/plain.py"},

@@ -63,6 +63,37 @@ async def test_a_gateway_parses_a_large_body_off_its_event_loop(start_gateway: S
     await until(lambda: process.exitcode is not None)
 
 
+async def test_streams_and_health_go_on_while_large_bodies_are_parsed_for_as_long_as_that_takes(
+    start_gateway: StartGateway,
+) -> None:
+    """The process that parses them is stopped, and stands for one that needs for ever."""
+    large = json.dumps(chat_body(messages=[{"role": "user", "content": "x" * 8 * 1024 * 1024}])).encode()
+    headers = {"content-type": "application/json"}
+    async with instances("a") as (a,), start_gateway(a) as running:
+
+        async def post_large() -> int:
+            answer = await running.client.post("/v1/chat/completions", content=large, headers=headers, timeout=300)
+            return answer.status_code
+
+        assert await post_large() == 200
+        pool = running.gateway._routes.bodies._pool
+        assert pool is not None
+        (process,) = pool._processes.values()
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            waiting = [asyncio.create_task(post_large()) for _ in range(2)]
+            await until(lambda: len(pool._pending_work_items) == 2, 60)
+            streams = await asyncio.gather(*(running.stream() for _ in range(50)))
+            assert all(stream.endswith(b"data: [DONE]\n\n") for stream in streams)
+            assert (await running.client.get("/health")).status_code == 200
+            assert not any(task.done() for task in waiting)
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        assert await asyncio.gather(*waiting) == [200] * 2
+    await until(lambda: process.exitcode is not None)
+
+
 HOLDS = """
 import asyncio, os
 from gateway.large_bodies import LARGE_BODY_BYTES, LargeBodies

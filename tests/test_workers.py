@@ -7,10 +7,12 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.workers import Workers, listen, run_workers
 from loadtest.processes import ManagedProcess, free_port
@@ -21,7 +23,7 @@ STARTS_IN_S = 120.0
 ASKED = 8
 """Two workers both answer one of so many connections, but for one time in 128, which the wait makes good."""
 
-WORKER = "from gateway.workers import given_socket; given_socket(); import signal; signal.pause()"
+WORKER = "from gateway.workers import given_place; given_place(); import signal; signal.pause()"
 PARENT = f"""
 import sys
 from gateway.workers import Workers, listen
@@ -64,12 +66,24 @@ async def test_workers_share_a_port_and_one_of_them_leads(redis_url: str, tmp_pa
 
         try:
             await until_true(two_with_a_leader, STARTS_IN_S)
+            assert await counted_health(client, 8) == 8
             os.kill(process.pid, signal.SIGTERM)
             await until(lambda: process.exit_status is not None, STARTS_IN_S)
             assert process.exit_status == 0
             assert await workers(client) == {}
         finally:
             process.end()
+
+
+async def counted_health(client: httpx.AsyncClient, asked: int) -> float:
+    """How many of so many requests the page knows of, whichever worker has answered them and tells it."""
+    for _ in range(asked):
+        assert (await client.get("/ping", headers={"connection": "close"})).status_code == 200
+    page = (await client.get("/metrics", headers={"authorization": f"Bearer {ADMIN_KEY}"})).text
+    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    assert [sample.value for sample in samples if sample.name == "kvferry_worker_up"] == [1, 1]
+    pings = [sample for sample in samples if sample.labels.get("route") == "/ping"]
+    return sum(float(sample.value) for sample in pings if sample.name == "kvferry_requests_total")
 
 
 @pytest.fixture
@@ -105,8 +119,8 @@ SLOW_WORKER = """
 import signal
 seen = []
 signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
-from gateway.workers import given_socket
-given_socket()
+from gateway.workers import given_place
+given_place()
 while len(seen) < 2:
     signal.pause()
 """
@@ -143,6 +157,16 @@ def test_a_port_that_is_taken_is_an_error_although_it_could_be_shared(capsys: py
     finally:
         for one in sockets:
             one.close()
+
+
+def test_a_worker_that_cannot_be_started_is_an_error_in_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    too_long = tmp_path / ("x" * 100)
+    too_long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(too_long))
+    assert run_workers("127.0.0.1", 0, 2, [], 1) == 1
+    assert "cannot start a worker: AF_UNIX path too long" in capsys.readouterr().err
 
 
 def children(parent: int) -> list[int]:

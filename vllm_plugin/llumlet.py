@@ -90,6 +90,7 @@ class Llumlet:
         self._reported = asyncio.Condition()
         self._staying: Counter[str] = Counter()
         """Of the engine's counts of requests that cannot move, those that are on the metrics page."""
+        self._migrations_ended = wire.MigrationTotals()
         self._readers = 0
         """Gateways that read the reports now."""
         self._sequence = 0
@@ -376,6 +377,7 @@ class Llumlet:
         finally:
             del self._outgoing[migration.request_id]
         metrics.migrated(result)
+        self._migrations_ended = self._migrations_ended.plus(result)
         return result
 
     def _peer(self, destination: Destination, migration_id: str) -> Peer:
@@ -544,6 +546,7 @@ class Llumlet:
             draining=self.draining,
             migrations_in=self._arriving(),
             migrations_out=len(self._outgoing),
+            migrations_ended=self._migrations_ended,
         )
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:

@@ -9,7 +9,7 @@ from gateway.cli.arguments import runs
 from gateway.cli.exits import Exit
 from gateway.config import add_flags, read_values, settings_from
 from gateway.telemetry import configure_logging
-from gateway.workers import given_socket, run_workers
+from gateway.workers import given_place, run_workers
 
 ENDING_S = 10
 """A worker is killed that takes so much longer to end than the last words to its clients may."""
@@ -28,11 +28,12 @@ def run(flags: argparse.Namespace) -> int:
         print(values.to_toml(), end="")
         return Exit.OK
     configure_logging(settings.log_level, settings.log_format)
-    own = given_socket()
-    if settings.workers > 1 and own is None:
+    place = given_place()
+    if settings.workers > 1 and place is None:
         end_s = settings.shutdown.ends_s + ENDING_S
         return run_workers(settings.host, settings.port, settings.workers, flags.arguments, end_s)
     from gateway.app import Gateway
     from gateway.server import run_server
 
-    return Exit.OK if run_server(Gateway(settings), own) else Exit.FAILED
+    gateway = Gateway(settings, seat=place.seat if place is not None else None)
+    return Exit.OK if run_server(gateway, place) else Exit.FAILED

@@ -123,6 +123,8 @@ class Reply:
         # The way back from connection.py's decoding: an instance's header may hold bytes that are no text.
         said = (*headers, *self.more_headers)
         lines = [(name.lower().encode(), value.encode("utf-8", "surrogateescape")) for name, value in said]
+        if status in (204, 304):
+            lines = [line for line in lines if line[0] != b"content-length"]  # RFC 9110, 8.6.
         if self._request_id is not None:
             lines.append((wire.REQUEST_ID_HEADER.encode(), (self._client_id or self._request_id).encode()))
             lines.append((wire.OWN_REQUEST_ID_HEADER.encode(), self._request_id.encode()))

@@ -29,7 +29,11 @@ async def stack(corruption_flag: Path, request: pytest.FixtureRequest) -> AsyncI
     async with Stack(
         instances=2,
         vllm_arguments=[*SERVER_ARGUMENTS, "--worker-extension-cls", "tests.vllm.corrupting.CorruptingExtension"],
-        vllm_environment={CORRUPT_VARIABLE: str(corruption_flag), "PYTHONPATH": str(ROOT)},
+        vllm_environment={
+            CORRUPT_VARIABLE: str(corruption_flag),
+            "PYTHONPATH": str(ROOT),
+            "VLLM_ENABLE_RESPONSES_API_STORE": "1",
+        },
     ) as stack:
         request.session.stash[SHARED_STACK] = stack
         yield stack

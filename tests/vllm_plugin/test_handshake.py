@@ -182,6 +182,7 @@ async def test_without_a_fault_the_request_is_the_destinations_alone(pair: Pair)
     assert pair.source.bench.port.live == []
     ((queued, tokens),) = pair.destination.bench.port.queued
     assert (queued, tokens) == (pair.parked, [2] * 5)
+    assert (await pair.source.llumlet._make_report()).migrations_ended == wire.MigrationTotals().plus(result)
     received = [pair.destination.store.blocks[index] for index in (19, 18)]
     assert received == [pair.source.store.blocks[index] for index in (50, 51)]
 
