@@ -38,7 +38,9 @@ def pytest_configure() -> None:
 
 ADMIN_KEY = "admin-key"
 LOOK_S = 0.005
-INTERVALS = Intervals(probe_s=0.1, leader_tick_s=0.1, probe_timeout_s=10, pulse_s=0.1, watch_s=0.1, drain_look_s=0.05)
+INTERVALS = Intervals(
+    probe_s=0.1, leader_tick_s=0.1, probe_timeout_s=10, pulse_s=0.1, watch_s=0.1, drain_look_s=0.05, beat_s=0.1
+)
 
 
 @pytest.fixture(scope="session")

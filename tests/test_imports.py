@@ -19,6 +19,7 @@ LAYERS = {
         *("connection", "telemetry", "config", "counters", "tracing"),
     },
     "scheduler": {"scheduler", "cluster", "policy", "wire", "errors", "telemetry", "counters"},
+    "requests": {"cluster", "serving", "policy", "errors", "telemetry"},
     "connection": set[str](),
     "wire": set[str](),
     "errors": set[str](),

@@ -58,7 +58,7 @@ async def test_without_redis_requests_run_and_move(start_gateway: StartGateway) 
         assert normal(await running.stream()) == unmoved
         assert not running.gateway.leader.is_leading
         response = await running.admin("POST", "/admin/migrate", json={"request": "x", "destination": "b"})
-        assert response.status_code == 404
+        assert response.status_code == 503  # It may be another gateway's, and those cannot be asked.
 
 
 async def test_a_redis_that_never_answers_holds_up_no_request(start_gateway: StartGateway) -> None:
