@@ -23,7 +23,7 @@ from gateway.cluster.replicas import Replicas
 from gateway.cluster.reports import ReportReader
 from gateway.cluster.responses import StoredResponses
 from gateway.cluster.store import Store
-from gateway.cluster.targets import Targets
+from gateway.cluster.targets import Resolve, Targets, resolve
 from gateway.config import Settings
 from gateway.counters import Counters
 from gateway.errors import ConfigError, ShuttingDown, Unauthorized
@@ -68,8 +68,8 @@ def build_tracer(tracing: str) -> Tracer:
 
 
 class Gateway:
-    def __init__(self, settings: Settings, tracer: Tracer | None = None) -> None:
-        """``tracer``: in place of the one that the settings ask for."""
+    def __init__(self, settings: Settings, tracer: Tracer | None = None, resolve: Resolve = resolve) -> None:
+        """``tracer``: in place of the one that the settings ask for. ``resolve``: what tells a name's addresses."""
         intervals, limits = settings.intervals, settings.limits
         self.settings = settings
         self._tracer = tracer or build_tracer(settings.tracing)
@@ -82,7 +82,7 @@ class Gateway:
         self.records = Records(self.store, intervals.ownership_refresh_s, self.counters)
         self.sessions = Sessions(self.gateway_id, self.records, settings.limits.recent_requests)
         self.dispatcher = Dispatcher(self.members, limits.requests_per_instance, limits.queue_per_instance)
-        self.targets = Targets(settings.instance_urls, self.members, self._loops_of, self.dispatcher.in_flight)
+        self.targets = Targets(settings.instance_urls, self.members, self._loops_of, self.dispatcher.in_flight, resolve)
         self.discovery = Discovery(
             self.targets.urls, self.members, self.llumlets, self.store, min(self._pulse_timeout_s, 1.0)
         )

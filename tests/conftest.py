@@ -20,6 +20,7 @@ import uvicorn
 from gateway.__main__ import server_config
 from gateway.app import Gateway
 from gateway.cluster.health import HealthSettings
+from gateway.cluster.targets import resolve
 from gateway.config import Budgets, Intervals, Settings
 from loadtest.redis_server import RedisServer
 from tests.fake_instance import MODEL, SECRET, FakeInstance
@@ -86,7 +87,7 @@ StartGateway = Callable[..., AbstractAsyncContextManager[Running]]
 
 @pytest.fixture
 def start_gateway(redis_url: str) -> StartGateway:
-    """``async with start_gateway(a, b) as running``; keyword arguments are settings."""
+    """``async with start_gateway(a, b) as running``; keyword arguments are settings, or ``resolve``."""
 
     @contextlib.asynccontextmanager
     async def start(*instances: FakeInstance, **changes: Any) -> AsyncIterator[Running]:
@@ -100,7 +101,8 @@ def start_gateway(redis_url: str) -> StartGateway:
             "health": HealthSettings(failures_max=1_000),
             "intervals": INTERVALS,
         }
-        gateway = Gateway(Settings(**(values | changes)))
+        resolver = changes.pop("resolve", resolve)
+        gateway = Gateway(Settings(**(values | changes)), resolve=resolver)
         async with serve(gateway) as url, http_client(url) as client:
             yield Running(gateway, url, client)
 

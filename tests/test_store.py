@@ -23,10 +23,15 @@ from tests.conftest import until_true
 @pytest_asyncio.fixture
 async def store(redis_url: str) -> AsyncIterator[Store]:
     store = Store(redis_url)
-    if ours := await store._redis.keys(keys.PREFIX + "*"):  # The server may be shared: nothing else is touched.
-        await store._redis.delete(*ours)
+    await forget_all(store)
     yield store
+    await forget_all(store)
     await store.close()
+
+
+async def forget_all(store: Store) -> None:
+    if ours := await every_key(store):  # The server may be shared: nothing else is touched.
+        await store._redis.delete(*ours)
 
 
 async def every_key(store: Store) -> list[str]:

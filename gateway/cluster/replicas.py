@@ -75,23 +75,23 @@ class Replicas:
         """One round of the loop: waits a moment for a question, and answers it beside the next ones."""
         try:
             call = await self._store.next_call(self._gateway_id)
-        except (StoreUnavailable, ValueError):  # Of the former `beat` speaks; the latter is no question of ours.
+        except StoreUnavailable:  # `beat` speaks of it.
             await asyncio.sleep(RETRY_S)
             return
+        except ValueError:
+            return  # No question of ours.
         if call is not None and len(self._answering) < ANSWERING_MAX:
             task = asyncio.create_task(self._reply(call))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
 
-    async def ask(
-        self, gateways: Collection[str], kind: str, words: Mapping[str, Any], wait_s: float = ANSWER_WAIT_S
-    ) -> dict[str, Mapping[str, Any]]:
+    async def ask(self, gateways: Collection[str], kind: str, words: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         """By gateway, the answers that came in time. Raises :class:`StoreUnavailable`."""
         if not gateways:
             return {}
         call_id, answers = uuid.uuid4().hex, dict[str, Mapping[str, Any]]()
         async with self._asking:
-            ends_at = time.monotonic() + wait_s
+            ends_at = time.monotonic() + ANSWER_WAIT_S
             call = {"id": call_id, "kind": kind, "words": words}
             await asyncio.gather(*(self._store.call(gateway_id, call) for gateway_id in gateways))
             while len(answers) < len(gateways) and (left_s := ends_at - time.monotonic()) > 0:

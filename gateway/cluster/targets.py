@@ -77,7 +77,7 @@ class Targets:
         members: Members,
         loops: Loops,
         in_flight: Callable[[str], int],
-        resolve: Resolve = resolve,
+        resolve: Resolve,
     ) -> None:
         """``listed``: URLs, some of which may be ``dns://name:port``. ``in_flight``: by instance id."""
         self._listed = tuple(url for url in listed if urlsplit(url).scheme != DNS_SCHEME)
