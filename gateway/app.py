@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -50,6 +51,7 @@ from gateway.tracing import NO_TRACER, Tracer
 
 RECORDS_INTERVAL_S = 0.2
 TARGETS_S = 0.5
+FIRST_BEAT_S = 1.0
 HEALTH_PATHS = ("/health", "/ping")
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -175,7 +177,7 @@ class Gateway:
 
     async def start(self) -> None:
         """One round of discovery first, so that the first request finds instances."""
-        await asyncio.gather(self.replicas.beat(), self.targets.resolve_names())
+        await asyncio.gather(self._first_beat(), self.targets.resolve_names())
         await self.discovery.probe_all()
         self._run(
             "discovery", run_forever("discovery", self.discovery.probe_all, self._intervals.probe_s, self.counters)
@@ -222,6 +224,12 @@ class Gateway:
     def end_requests(self) -> int:
         """Each with an error event, or a status if nothing of it has been sent."""
         return self.deadlines.end_all(ShuttingDown("This gateway is shutting down, and the request took too long."))
+
+    async def _first_beat(self) -> None:
+        """For what operators have ordered; without Redis the start does not wait for it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_BEAT_S):
+                await self.replicas.beat()
 
     async def _follow_drains(self) -> None:
         lease = self.leader.lease

@@ -66,14 +66,14 @@ class Changes:
     def __init__(self) -> None:
         self._states: dict[str, str] = {}
 
-    def __call__(self, name: str, state: str, /, *, target: str = "", level: int = logging.INFO) -> None:
-        """One line if ``state`` is another one than the last time for this name and target."""
+    def __call__(
+        self, name: str, state: str, /, *, target: str = "", reason: str = "", level: int = logging.INFO
+    ) -> None:
+        """One line if ``state`` is another one than the last time for this name and target, whatever the reason."""
         if self._states.get(name + target) != state:
             self._states[name + target] = state
-            log(name, level=level, **({"target": target} if target else {}), state=state)
-
-    def forget(self, name: str, target: str = "") -> None:
-        self._states.pop(name + target, None)
+            words = {"target": target, "state": state, "reason": reason}
+            log(name, level=level, **{word: said for word, said in words.items() if said})
 
 
 def _printable(value: object) -> str:

@@ -12,7 +12,7 @@ class CuttingProxy:
     nothing goes through and nobody is told, as where a cable is pulled or packets are dropped."""
 
     def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
+        self.target_port = target_port
         self._writers: set[asyncio.StreamWriter] = set()
         self.refusing = False
         self.passes = asyncio.Event()
@@ -41,7 +41,7 @@ class CuttingProxy:
             writer.transport.abort()
             return
         try:
-            upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+            upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
         except OSError:
             writer.transport.abort()
             return

@@ -59,8 +59,8 @@ class Discovery:
         """The registry in Redis is for other tools to read: its loss is no loss to this gateway."""
         try:
             await self._store.register(lease, {member["id"]: member for member in self.registry()})
-        except StoreUnavailable as error:
-            self._say("registry", f"store_unavailable {error.message}")
+        except StoreUnavailable:
+            self._say("registry", "store_unavailable")
         else:
             self._say("registry", "published")
 

@@ -64,7 +64,7 @@ class Replicas:
             if self._epoch is not None and beat.epoch != self._epoch:
                 orders = await self._write_again(orders)
         except StoreUnavailable as error:
-            self._changes("redis", f"away: {error.message}", level=logging.WARNING)
+            self._changes("redis", "away", reason=error.message, level=logging.WARNING)
             return
         self._changes("redis", "answers")
         self._epoch = beat.epoch
@@ -102,6 +102,8 @@ class Replicas:
 
     async def stop(self) -> None:
         await cancel_all(self._answering)
+        if not self._store.up:
+            return
         try:
             await self._store.leave(self._gateway_id)
         except StoreUnavailable:

@@ -86,6 +86,6 @@ class StoredResponses:
             await self._store.keep_response(response_id, home.instance_id, home.boot_id)
         except StoreUnavailable as error:
             self._counters.add("stored_responses_dropped")
-            self._changes("stored_responses", f"not shared: {error.message}", level=logging.WARNING)
+            self._changes("stored_responses", "not shared", reason=error.message, level=logging.WARNING)
         else:
             self._changes("stored_responses", "shared")

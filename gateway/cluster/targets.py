@@ -169,7 +169,7 @@ class Targets:
         try:
             fresh = answered.result()
         except (OSError, UnicodeError) as error:
-            self._changes("dns", f"unknown: {error}", target=name.url, level=logging.WARNING)
+            self._changes("dns", "unknown", target=name.url, reason=str(error), level=logging.WARNING)
             return
         fresh = fresh[:ADDRESSES_MAX]
         staying = [url for url in name.addresses if url not in fresh and self._answers(url)]

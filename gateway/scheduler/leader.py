@@ -120,7 +120,7 @@ class Leader:
                 lease, {"token": lease.token, "reports": reports}, self._published
             )
         except StoreUnavailable as error:
-            self._changes("snapshot", f"not written: {error.message}", level=logging.WARNING)
+            self._changes("snapshot", "not written", reason=error.message, level=logging.WARNING)
             return
         self._changes("snapshot", "written" if written else "refused: the lease has passed on")
         if not written and self._lease == lease:
