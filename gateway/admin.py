@@ -12,21 +12,20 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from gateway.cluster.discovery import Discovery
 from gateway.cluster.members import Instance, Member, Members
 from gateway.cluster.store import Store
+from gateway.cluster.targets import Targets, read_url
 from gateway.counters import Counters
-from gateway.errors import BadRequest, Conflict, GatewayError, LlumletRefused, NotFound, StoreUnavailable
+from gateway.errors import BadRequest, Conflict, GatewayError, LlumletRefused, NotFound
+from gateway.requests import Found, Requests
 from gateway.scheduler.drain import Drains
 from gateway.scheduler.executor import Executor
 from gateway.scheduler.leader import Leader
 from gateway.serving.dispatch import Dispatcher
-from gateway.serving.session import Sessions
 from gateway.telemetry import log
 from gateway.wire import MIGRATION_METHODS, MigrationResult, Report, is_identifier
 
-PAUSE_WAIT_S = 5.0
-"""A migration's result may be there before the first event of the destination: wait that long for the pause."""
-FOLLOW_WAIT_S = 2.0
 DRAIN_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S_MAX = 3600.0
 _ID_PREFIXES = ("chatcmpl-", "cmpl-")
@@ -38,7 +37,9 @@ class Admin:
         gateway_id: str,
         members: Members,
         dispatcher: Dispatcher,
-        sessions: Sessions,
+        requests: Requests,
+        targets: Targets,
+        discovery: Discovery,
         store: Store,
         leader: Leader,
         executor: Executor,
@@ -48,7 +49,9 @@ class Admin:
         self._gateway_id = gateway_id
         self._members = members
         self._dispatcher = dispatcher
-        self._sessions = sessions
+        self._requests = requests
+        self._targets = targets
+        self._discovery = discovery
         self._store = store
         self._leader = leader
         self._executor = executor
@@ -61,28 +64,66 @@ class Admin:
             "leading": self._leader.is_leading,
             "counters": self._counters.to_json(),
             "instances": [self._instance(member) for member in self._members.all()],
+            "addresses": [
+                {"url": url, "source": self._targets.source(url), "state": self._discovery.state(url)}
+                for url in self._targets.urls()
+            ],
         }
 
-    def requests(self) -> dict[str, Any]:
-        return {"requests": self._sessions.live(), "recent": self._sessions.recent()}
+    async def add(self, order: Any) -> dict[str, Any]:
+        """All gateways follow it from now on, until it is removed again."""
+        return await self._order_target(_read_url(order), added=True)
+
+    async def remove(self, order: Any) -> dict[str, Any]:
+        return await self._order_target(_read_url(order), added=False)
+
+    async def remove_instance(self, instance_id: str) -> dict[str, Any]:
+        """It gets nothing new, and is forgotten once it has nothing left to do. It may be added again."""
+        return await self._order_target(self._known(instance_id).url, added=False)
+
+    async def _order_target(self, url: str, *, added: bool) -> dict[str, Any]:
+        order = await self._store.order_target(url, added=added)
+        if order is None:
+            raise Conflict("There are too many orders about addresses in Redis already.", code="too_many_addresses")
+        log("address", url=url, order=order)
+        self._targets.ordered(url, order)
+        return {"url": url, "source": self._targets.source(url)}
+
+    async def requests(self) -> dict[str, Any]:
+        return await self._requests.list()
+
+    async def request(self, request_id: str) -> Any:
+        found = await self._requests.find(_read_id(request_id))
+        if found is None:
+            raise _no_request(request_id)
+        return found.shown
+
+    async def cancel(self, request_id: str) -> dict[str, Any]:
+        request_id = _read_id(request_id)
+        gateway_id = await self._requests.cancel(request_id)
+        if gateway_id is None:
+            raise _no_request(request_id)
+        return {"request": request_id, "gateway": gateway_id, "cancelled": True}
 
     async def migrate(self, order: Any) -> dict[str, Any]:
         """Moves one request and waits for the outcome; the pause is what this request's client saw."""
         request_id, destination_id, method = _read_order(order)
-        source = await self._source(request_id)
+        source, found = await self._source(request_id)
         destination = self._known(destination_id, "destination")
-        self._check_model(request_id, destination)
+        self._check_model(found, destination)
         try:
             result = await self._order(request_id, source, destination, method)
         except LlumletRefused as error:
             # It has just left there, and its reply lags behind: once that has followed, the order can be given again.
-            if error.llumlet_status != 404 or not await self._has_followed(request_id, source):
+            if error.llumlet_status != 404 or not await self._requests.has_left(request_id, source.instance_id):
                 raise _refusal(error) from error
             try:
-                result = await self._order(request_id, await self._source(request_id), destination, method)
+                result = await self._order(request_id, (await self._source(request_id))[0], destination, method)
             except LlumletRefused as again:
                 raise _refusal(again) from again
-        return {**result.to_json(), **await self._pause(request_id, result.migration_id, result.outcome)}
+        if result.outcome != "committed":
+            return {**result.to_json(), "pause_ms": None, "token_gap_ms": None}
+        return {**result.to_json(), **await self._requests.pause(request_id, result.migration_id)}
 
     async def drain(self, instance_id: str, order: Any) -> dict[str, Any]:
         """Goes on to its end when the operator's connection does not."""
@@ -109,10 +150,10 @@ class Admin:
             raise NotFound(f"There is no instance `{instance_id}`.", param=param, code="instance_not_found")
         return instance
 
-    def _check_model(self, request_id: str, destination: Instance) -> None:
+    def _check_model(self, found: Found | None, destination: Instance) -> None:
         """An instance may serve another model, even under the same name: there the request would be another one."""
-        session = self._sessions.get(request_id)
-        if session is None or session.group is None or self._members.serves(destination.instance_id, session.group):
+        group = found.group if found is not None else None
+        if group is None or self._members.serves(destination.instance_id, group):
             return
         message = f"`{destination.instance_id}` does not serve the model of this request."
         raise Conflict(message, param="destination", code="model_not_served")
@@ -125,32 +166,17 @@ class Admin:
         log("migrate", request=request_id, source=source.instance_id, to=destination.instance_id)
         return await self._executor.migrate(source, request_id, destination, method)
 
-    async def _has_followed(self, request_id: str, source: Instance) -> bool:
-        """Whether this gateway's own reply goes on from another instance now, or does so soon."""
-        session = self._sessions.get(request_id)
-        return session is not None and await session.left(source.instance_id, FOLLOW_WAIT_S)
-
-    async def _source(self, request_id: str) -> Instance:
-        """Where the request runs: this gateway's own, else another one's by its record in Redis."""
-        session = self._sessions.get(request_id)
-        instance_id = session.instance_id if session is not None else None
-        if session is None:
-            try:
-                owner = await self._store.owner(request_id)
-            except StoreUnavailable:
-                owner = None
-            instance_id = owner.instance_id if owner is not None else None
+    async def _source(self, request_id: str) -> tuple[Instance, Found | None]:
+        """Where the request runs, as the gateway says that holds its client; else by its record."""
+        found = await self._requests.find(request_id)
+        if found is None:
+            instance_id = await self._requests.instance_of(request_id)
+        else:
+            instance_id = found.instance_id if found.is_running else None
         source = self._members.get(instance_id) if instance_id is not None else None
         if source is None:
-            raise NotFound(f"There is no running request `{request_id}`.", param="request", code="request_not_found")
-        return source
-
-    async def _pause(self, request_id: str, migration_id: str, outcome: str) -> dict[str, float | None]:
-        session = self._sessions.get(request_id)
-        if session is None or outcome != "committed" or not session.body.stream:
-            return {"pause_ms": None, "token_gap_ms": session.token_gap_ms() if session is not None else None}
-        move = await session.move_with_pause(migration_id, PAUSE_WAIT_S)
-        return {"pause_ms": move.pause_ms if move is not None else None, "token_gap_ms": session.token_gap_ms()}
+            raise _no_request(request_id)
+        return source, found
 
     def _instance(self, member: Member) -> dict[str, Any]:
         now = time.monotonic()
@@ -158,6 +184,7 @@ class Admin:
         return {
             "id": member.instance.instance_id,
             "url": member.instance.url,
+            "source": self._targets.source(member.instance.url),
             "boot_id": member.instance.boot_id,
             "models": sorted(member.models),
             "plugin": None if report is None else report.plugin_version,
@@ -193,7 +220,27 @@ def build_admin_app(admin: Admin) -> FastAPI:
 
     @app.get("/admin/requests")
     async def requests() -> JSONResponse:
-        return JSONResponse(admin.requests())
+        return JSONResponse(await admin.requests())
+
+    @app.get("/admin/requests/{request_id}")
+    async def request(request_id: str) -> JSONResponse:
+        return JSONResponse(await admin.request(request_id))
+
+    @app.delete("/admin/requests/{request_id}")
+    async def cancel(request_id: str) -> JSONResponse:
+        return JSONResponse(await admin.cancel(request_id))
+
+    @app.post("/admin/instances")
+    async def add(request: Request) -> JSONResponse:
+        return JSONResponse(await admin.add(await _json(request)))
+
+    @app.delete("/admin/instances")
+    async def remove(request: Request) -> JSONResponse:
+        return JSONResponse(await admin.remove(await _json(request)))
+
+    @app.delete("/admin/instances/{instance_id}")
+    async def remove_instance(instance_id: str) -> JSONResponse:
+        return JSONResponse(await admin.remove_instance(instance_id))
 
     @app.post("/admin/migrate")
     async def migrate(request: Request) -> JSONResponse:
@@ -266,9 +313,27 @@ def _read_order(order: Any) -> tuple[str, str, str]:
     method = order.get("method", "live")
     if method not in MIGRATION_METHODS:
         raise BadRequest(f"`method` must be one of {', '.join(MIGRATION_METHODS)}.", param="method")
-    request_id: str = order["request"]
+    return _read_id(order["request"]), order["destination"], method
+
+
+def _read_id(said: str) -> str:
+    """The gateway's own id of a request, also where an answer's id is given."""
+    request_id = said
     for prefix in _ID_PREFIXES:
         request_id = request_id.removeprefix(prefix)
     if not is_identifier(request_id):
         raise NotFound("There is no running request of this id.", param="request", code="request_not_found")
-    return request_id, order["destination"], method
+    return request_id
+
+
+def _no_request(request_id: str) -> NotFound:
+    return NotFound(f"There is no running request `{request_id}`.", param="request", code="request_not_found")
+
+
+def _read_url(order: Any) -> str:
+    if not isinstance(order, dict) or not isinstance(order.get("url"), str):
+        raise BadRequest("The request body must be a JSON object with `url`.", param="url")
+    try:
+        return read_url(order["url"])
+    except ValueError as error:
+        raise BadRequest(f"`url` {error}.", param="url") from error

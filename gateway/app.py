@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -19,15 +20,18 @@ from gateway.cluster.members import Members
 from gateway.cluster.plain import LoadReader
 from gateway.cluster.pulse import Pulse
 from gateway.cluster.records import Records
+from gateway.cluster.replicas import Replicas
 from gateway.cluster.reports import ReportReader
 from gateway.cluster.responses import StoredResponses
 from gateway.cluster.store import Store
+from gateway.cluster.targets import Resolve, Targets, resolve
 from gateway.config import Settings
 from gateway.counters import Counters
 from gateway.errors import ConfigError, ShuttingDown, Unauthorized
 from gateway.keys_file import KeysFile
 from gateway.metrics import MetricsPage
 from gateway.policy.decide import PolicySettings
+from gateway.requests import OwnRequests, Requests
 from gateway.routes import Receive, Routes, Scope
 from gateway.scheduler.drain import Drains
 from gateway.scheduler.executor import Executor
@@ -47,6 +51,8 @@ from gateway.tracing import NO_TRACER, Tracer
 from gateway.worker_pages import Seat
 
 RECORDS_INTERVAL_S = 0.2
+TARGETS_S = 0.5
+FIRST_BEAT_S = 1.0
 HEALTH_PATHS = ("/health", "/ping")
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -65,8 +71,11 @@ def build_tracer(tracing: str) -> Tracer:
 
 
 class Gateway:
-    def __init__(self, settings: Settings, tracer: Tracer | None = None, seat: Seat | None = None) -> None:
-        """``tracer``: in place of the one that the settings ask for. ``seat``: among several workers."""
+    def __init__(
+        self, settings: Settings, tracer: Tracer | None = None, seat: Seat | None = None, resolve: Resolve = resolve
+    ) -> None:
+        """``tracer``: in place of the one that the settings ask for. ``seat``: among several workers. ``resolve``:
+        what tells a name's addresses."""
         intervals, limits = settings.intervals, settings.limits
         self.settings = settings
         self._tracer = tracer or build_tracer(settings.tracing)
@@ -75,14 +84,14 @@ class Gateway:
         self.members = Members(intervals.report_stale_s, intervals.unheard_s, settings.health)
         self.store = Store(settings.redis_url)
         self.llumlets = LlumletClient(settings.secret, settings.upstream_api_key, intervals.probe_timeout_s)
-        pulse_timeout_s = settings.budgets.hang_s / 3
-        self.discovery = Discovery(
-            settings.instance_urls, self.members, self.llumlets, self.store, min(pulse_timeout_s, 1.0)
-        )
-        self.readers = [ReportReader(url, self.members, self.llumlets, self.counters) for url in settings.instance_urls]
+        self._pulse_timeout_s = settings.budgets.hang_s / 3
         self.records = Records(self.store, intervals.ownership_refresh_s, self.counters)
         self.sessions = Sessions(self.gateway_id, self.records, settings.limits.recent_requests)
         self.dispatcher = Dispatcher(self.members, limits.requests_per_instance, limits.queue_per_instance)
+        self.targets = Targets(settings.instance_urls, self.members, self._loops_of, self.dispatcher.in_flight, resolve)
+        self.discovery = Discovery(
+            self.targets.urls, self.members, self.llumlets, self.store, min(self._pulse_timeout_s, 1.0)
+        )
         self.deadlines = Deadlines(settings.budgets.total_s)
         waiting = Waiting(self.dispatcher, settings.budgets.instance_wait_s, limits.waiters, self.counters)
         self.backend = Backend(settings.secret, settings.upstream_api_key, settings.budgets)
@@ -97,7 +106,9 @@ class Gateway:
             settings.budgets.moved_s,
             self.counters,
         )
-        self.stored = StoredResponses(self.store, self.counters)
+        self.stored = StoredResponses(
+            self.store, settings.budgets.limits_s, lambda: not self.limiter.is_shared, self.counters
+        )
         forwarder = Forwarder(
             self.members,
             self.dispatcher,
@@ -128,11 +139,15 @@ class Gateway:
         self._keys_file = KeysFile(settings.keys_file, api_keys) if settings.keys_file else None
         admission = Admission(api_keys, self.limiter, settings.caps, sends_priority=settings.sends_priority)
         self._routes = Routes(server, forwarder, self.members, admission, settings.limits, self.counters, self._tracer)
+        own_requests = OwnRequests(self.sessions, self.deadlines)
+        self.replicas = Replicas(self.gateway_id, self.store, self.records, self.targets, own_requests.answer)
         admin = Admin(
             self.gateway_id,
             self.members,
             self.dispatcher,
-            self.sessions,
+            Requests(self.gateway_id, own_requests, self.replicas, self.store),
+            self.targets,
+            self.discovery,
             self.store,
             self.leader,
             executor,
@@ -140,10 +155,6 @@ class Gateway:
             self.counters,
         )
         self._watch = Watch(self.backend, self.members, settings.budgets, intervals.watch_s)
-        self._load_readers = [
-            LoadReader(url, self.members, self.llumlets, pulse_timeout_s) for url in settings.instance_urls
-        ]
-        self._pulses = [Pulse(url, self.members, self.llumlets, pulse_timeout_s) for url in settings.instance_urls]
         self.metrics = MetricsPage(
             self.counters, self.members, self.dispatcher, self.sessions, self.store, self.leader, seat
         )
@@ -173,11 +184,15 @@ class Gateway:
     async def start(self) -> None:
         """One round of discovery first, so that the first request finds instances."""
         await self.metrics.start()
+        await asyncio.gather(self._first_beat(), self.targets.resolve_names())
         await self.discovery.probe_all()
         self._run(
             "discovery", run_forever("discovery", self.discovery.probe_all, self._intervals.probe_s, self.counters)
         )
-        self._run("registry", run_forever("registry", self.discovery.publish, self._intervals.probe_s, self.counters))
+        self._run("registry", run_forever("registry", self._publish_registry, self._intervals.probe_s, self.counters))
+        self._run("targets", run_forever("targets", self.targets.resolve_names, TARGETS_S, self.counters))
+        self._run("beat", run_forever("beat", self.replicas.beat, self._intervals.beat_s, self.counters))
+        self._run("calls", run_forever("calls", self.replicas.listen, 0, self.counters))
         if self._keys_file is not None:
             look = self._keys_file.look
             self._run("keys_file", run_forever("keys_file", look, self._intervals.keys_file_s, self.counters))
@@ -185,12 +200,6 @@ class Gateway:
         self._run("records", run_forever("records", self.records.flush, RECORDS_INTERVAL_S, self.counters))
         self._run("leader", run_forever("leader", self.leader.tick, self._intervals.leader_tick_s, self.counters))
         self._run("drains", run_forever("drains", self._follow_drains, self._intervals.leader_tick_s, self.counters))
-        for reader in self.readers:
-            self._run("reports", reader.run())
-        for pulse in self._pulses:
-            self._run("pulse", run_forever("pulse", pulse.feel, self._intervals.pulse_s, self.counters))
-        for loads in self._load_readers:
-            self._run("loads", run_forever("loads", loads.read, self._intervals.pulse_s, self.counters))
         self._run("metrics", run_forever("metrics", self._forget_gone, self._intervals.probe_s, self.counters))
         self._run("watch", run_forever("watch", self._watch.look, self._intervals.watch_s, self.counters))
         log("started", gateway=self.gateway_id, instances_healthy=self.members.healthy_count())
@@ -198,7 +207,9 @@ class Gateway:
     async def stop(self) -> None:
         self.metrics.close()
         await cancel_all(self._loops)
+        await self.targets.stop()
         await self.drains.stop()
+        await self.replicas.stop()
         await self.leader.release()
         await self.records.flush()
         self._routes.bodies.close()
@@ -222,8 +233,29 @@ class Gateway:
         """Each with an error event, or a status if nothing of it has been sent."""
         return self.deadlines.end_all(ShuttingDown("This gateway is shutting down, and the request took too long."))
 
+    async def _first_beat(self) -> None:
+        """For what operators have ordered; without Redis the start does not wait for it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_BEAT_S):
+                await self.replicas.beat()
+
     async def _follow_drains(self) -> None:
-        await self.drains.follow(self.leader.is_leading)
+        lease = self.leader.lease
+        await self.drains.follow(lease.token if lease is not None else None)
+
+    async def _publish_registry(self) -> None:
+        if (lease := self.leader.lease) is not None:
+            await self.discovery.publish(lease)
+
+    def _loops_of(self, url: str) -> list[Coroutine[Any, Any, None]]:
+        """What follows one instance's address. Each has a loop of its own: one that hangs delays none of the others."""
+        pulse = Pulse(url, self.members, self.llumlets, self._pulse_timeout_s)
+        loads = LoadReader(url, self.members, self.llumlets, self._pulse_timeout_s)
+        return [
+            ReportReader(url, self.members, self.llumlets, self.counters).run(),
+            run_forever("pulse", pulse.feel, self._intervals.pulse_s, self.counters),
+            run_forever("loads", loads.read, self._intervals.pulse_s, self.counters),
+        ]
 
     async def _forget_gone(self) -> None:
         """Instances and models that are no more, whether anybody reads the metrics or not."""

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from gateway.access import Key
 from gateway.cluster.health import HealthSettings
+from gateway.cluster.targets import DNS_SCHEME, read_name, read_url
 from gateway.config_sources import FILE_FLAG, Values, gather
 from gateway.errors import ConfigError
 from gateway.keys_file import read_keys_file
@@ -49,7 +50,8 @@ class Budgets:
     header_grace_s: float = 0.25
     """An instance that has said 200 but sent no event yet may still fail: that long the client's status can wait."""
     limits_s: float = 0.1
-    """For Redis, to say whether a key's limits allow a request. Without an answer the gateway decides by itself."""
+    """For Redis, wherever a request needs it: to say whether a key's limits allow it, and where a stored response is.
+    Without an answer the gateway goes on by itself, and no request waits again until Redis is back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,13 @@ class Intervals:
     report_stale_s: float = 10.0
     """Reports are made between engine steps: a long prefill is silence, and no reason to refuse requests."""
     leader_tick_s: float = 0.5
-    leader_lease_s: float = 3.0
+    leader_lease_s: float = 1.25
+    """With a tick: how long a cluster is without a leader when its leader is gone, at most."""
     pairing_lease_s: float = 2.0
     ownership_refresh_s: float = 31.0
     keys_file_s: float = 2.0
+    beat_s: float = 1.0
+    """How often a gateway says in Redis that it lives, and reads what operators have ordered."""
     limits_s: float = 0.5
     """How often a gateway that applies the limits by itself asks whether Redis is back."""
 
@@ -128,7 +133,7 @@ FLAGS: tuple[tuple[str, str, str, str], ...] = (
     ("--host", "KVFERRY_HOST", "127.0.0.1", "address to listen on"),
     ("--port", "KVFERRY_PORT", "8000", "port to listen on"),
     ("--workers", "KVFERRY_WORKERS", "1", "processes that share the port, each a replica of the gateway"),
-    ("--instances", "KVFERRY_INSTANCES", "", "base URLs of the vLLM servers, comma-separated"),
+    ("--instances", "KVFERRY_INSTANCES", "", "base URLs of the vLLM servers, or dns://name:port, comma-separated"),
     ("--redis-url", "KVFERRY_REDIS_URL", "redis://127.0.0.1:6379/0", "where the cluster's state is kept"),
     ("--secret", "KVFERRY_SECRET", "", "secret shared with the llumlets"),
     ("--admin-key", "KVFERRY_ADMIN_KEY", "", "key of the admin routes"),
@@ -155,6 +160,7 @@ _NUMBERS: tuple[tuple[str, str, str, str], ...] = (
     ("TOTAL_TIMEOUT_S", "budgets", "total_s", "for a whole request, streamed or not"),
     ("HANG_TIMEOUT_S", "budgets", "hang_s", "for a reply of an instance that answers nothing at all"),
     ("CLIENT_STUCK_TIMEOUT_S", "budgets", "client_stuck_s", "for a client that has stopped reading"),
+    ("REDIS_BUDGET_S", "budgets", "limits_s", "for Redis, by a request that needs it"),
     ("INSTANCE_WAIT_S", "budgets", "instance_wait_s", "for one of a model's instances to become usable"),
     ("REQUESTS_PER_INSTANCE_MAX", "limits", "requests_per_instance", "one gateway's requests at an instance at a time"),
     ("QUEUE_PER_INSTANCE_MAX", "limits", "queue_per_instance", "requests waiting per instance; then new ones get 503"),
@@ -235,7 +241,9 @@ def _check(settings: Settings) -> None:
             "KVFERRY_SECRET (--secret) is missing: set the secret that the vLLM servers were started with."
         )
     if not settings.instance_urls:
-        raise ConfigError("KVFERRY_INSTANCES (--instances) is empty: give at least one URL, http://host:port.")
+        raise ConfigError(
+            "KVFERRY_INSTANCES (--instances) is empty: give at least one URL, http://host:port or dns://name:port."
+        )
     if not 0 <= settings.port <= 65535:
         raise ConfigError(f"KVFERRY_PORT (--port) must be between 0 and 65535, not {settings.port}.")
     if not 1 <= settings.workers <= WORKERS_MAX:
@@ -297,14 +305,17 @@ def _items(value: str) -> tuple[str, ...]:
 
 
 def _urls(name: str, value: str) -> tuple[str, ...]:
-    urls = tuple(url.rstrip("/") for url in _items(value))
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-            raise ConfigError(f"{name} must hold URLs like http://host:port, not {url!r}.")
+    urls = tuple(_url(name, url) for url in _items(value))
     if len(set(urls)) != len(urls):
         raise ConfigError(f"{name} names a URL twice.")
     return urls
+
+
+def _url(name: str, url: str) -> str:
+    try:
+        return read_name(url) if urlsplit(url).scheme == DNS_SCHEME else read_url(url)
+    except ValueError as error:
+        raise ConfigError(f"{name} must hold URLs like http://host:port or dns://name:port, not {url!r}.") from error
 
 
 def _number(name: str, value: str, whole: bool = False) -> float:

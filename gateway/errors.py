@@ -104,6 +104,16 @@ class UnsupportedEncoding(GatewayError):
     kind = "invalid_request_error"
 
 
+class Cancelled(GatewayError):
+    """By an operator. A status that no client's library takes for a reason to try again."""
+
+    status = 499
+    kind = "CancelledError"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="request_cancelled")
+
+
 class LimitReached(GatewayError):
     """A key has used what it may; ``details`` are headers that say more."""
 

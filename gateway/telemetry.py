@@ -60,6 +60,22 @@ def log(name: str, /, *, level: int = logging.INFO, **fields: object) -> None:
         logger.log(level, "%s %s", name, Fields(fields))
 
 
+class Changes:
+    """Log lines on changes of state only: what is gone is one line, not one a round."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, str] = {}
+
+    def __call__(
+        self, name: str, state: str, /, *, target: str = "", reason: str = "", level: int = logging.INFO
+    ) -> None:
+        """One line if ``state`` is another one than the last time for this name and target, whatever the reason."""
+        if self._states.get(name + target) != state:
+            self._states[name + target] = state
+            words = {"target": target, "state": state, "reason": reason}
+            log(name, level=level, **{word: said for word, said in words.items() if said})
+
+
 def _printable(value: object) -> str:
     text = "-" if value is None else str(value)
     if text.isprintable() and " " not in text and text:

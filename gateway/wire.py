@@ -29,6 +29,11 @@ RESUMED_HEADER = "x-kvferry-resumed"
 MOVED_HEADER = "x-kvferry-moved"
 """On a non-streamed reply (409) of an instance that the request has left: ``<migration_id> <destination> <tokens>``."""
 
+FENCE_PARAMETER = "fence"
+"""Of ``DELETE /llumlet/pairing``: as :attr:`Pairing.fence`."""
+FENCE_MAX = 10**12
+"""No lease will ever have so high a token: what is above it is a mistake, and ignored."""
+
 COMMENT_PREFIX = b": kvferry "
 
 
@@ -176,6 +181,8 @@ class Report(Message):
     migrations_out: int
     migrations_ended: MigrationTotals | None = None
     """``None``: a plugin that does not say so yet."""
+    fence: int = 0
+    """The newest lease of a leader that it has had an order of; a plugin that does not know of fences says 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +212,8 @@ class Pairing(Message):
     destination_url: str
     lease_ms: int
     concurrency: int = 1
+    fence: int | None = None
+    """The token of the leader's lease. A llumlet that has seen a newer one refuses: this leader leads no more."""
 
 
 MIGRATION_METHODS = ("live", "blocking", "recompute")
@@ -220,6 +229,8 @@ class MigrateOrder(Message):
     destination_id: str
     destination_url: str
     method: str = "live"
+    fence: int | None = None
+    """``None``: an operator's order, which needs no lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +318,7 @@ def decode_comment(line: bytes) -> StreamComment | None:
             return Prebind(migration_id, destination_id)
         case ["unbind", migration_id]:
             return Unbind(migration_id)
-        case ["moved", migration_id, destination_id, output_tokens] if _is_count(output_tokens):
+        case ["moved", migration_id, destination_id, output_tokens] if is_count(output_tokens):
             return Moved(migration_id, destination_id, int(output_tokens))
         case _:
             return None
@@ -328,13 +339,14 @@ def encode_resumed_header(resume_id: str, output_tokens: int) -> str:
 
 def decode_resumed_header(value: str) -> tuple[str, int] | None:
     match value.split():
-        case [resume_id, output_tokens] if _is_count(output_tokens):
+        case [resume_id, output_tokens] if is_count(output_tokens):
             return resume_id, int(output_tokens)
         case _:
             return None
 
 
-def _is_count(word: str) -> bool:
+def is_count(word: str) -> bool:
+    """Whether it is a whole number in decimal digits, and not a long one."""
     return word.isascii() and word.isdecimal() and len(word) <= 12
 
 

@@ -19,6 +19,7 @@ import uvicorn
 
 from gateway.app import Gateway
 from gateway.cluster.health import HealthSettings
+from gateway.cluster.targets import resolve
 from gateway.config import Budgets, Intervals, Settings
 from gateway.server import server_config
 from loadtest.redis_server import RedisServer
@@ -38,7 +39,9 @@ def pytest_configure() -> None:
 
 ADMIN_KEY = "admin-key"
 LOOK_S = 0.005
-INTERVALS = Intervals(probe_s=0.1, leader_tick_s=0.1, probe_timeout_s=10, pulse_s=0.1, watch_s=0.1, drain_look_s=0.05)
+INTERVALS = Intervals(
+    probe_s=0.1, leader_tick_s=0.1, probe_timeout_s=10, pulse_s=0.1, watch_s=0.1, drain_look_s=0.05, beat_s=0.1
+)
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +87,7 @@ StartGateway = Callable[..., AbstractAsyncContextManager[Running]]
 
 @pytest.fixture
 def start_gateway(redis_url: str) -> StartGateway:
-    """``async with start_gateway(a, b) as running``; keyword arguments are settings."""
+    """``async with start_gateway(a, b) as running``; keyword arguments are settings, or ``resolve``."""
 
     @contextlib.asynccontextmanager
     async def start(*instances: FakeInstance, **changes: Any) -> AsyncIterator[Running]:
@@ -98,7 +101,8 @@ def start_gateway(redis_url: str) -> StartGateway:
             "health": HealthSettings(failures_max=1_000),
             "intervals": INTERVALS,
         }
-        gateway = Gateway(Settings(**(values | changes)))
+        resolver = changes.pop("resolve", resolve)
+        gateway = Gateway(Settings(**(values | changes)), resolve=resolver)
         async with serve(gateway) as url, http_client(url) as client:
             yield Running(gateway, url, client)
 

@@ -259,6 +259,10 @@ class FakeInstance:
     exchanges: list[Exchange] = field(default_factory=list)
     resumes: dict[str, wire.Resume] = field(default_factory=dict)
     pairings: list[wire.Pairing | None] = field(default_factory=list)
+    fence: int = 0
+    """The newest lease that it has had an order of."""
+    fences: deque[int | None] = field(default_factory=lambda: deque(maxlen=1_000))
+    """Of every order about a pairing, refused ones too."""
     url: str = ""
     _migrations: dict[str, asyncio.Future[int | None]] = field(default_factory=dict)
     _sequence: int = 0
@@ -336,6 +340,7 @@ class FakeInstance:
             draining=self.draining,
             migrations_in=0,
             migrations_out=0,
+            fence=self.fence,
         )
         return report.to_json() | self.report_changes
 
@@ -383,7 +388,8 @@ class FakeInstance:
         if request.path.startswith("/llumlet/") and request.headers.get(wire.SECRET_HEADER) != SECRET:
             await exchange.json(401, error_body("wrong secret", "Unauthorized", 401))
             return
-        match request.method, request.path.split("/")[1:]:
+        path, _, query = request.path.partition("?")
+        match request.method, path.split("/")[1:]:
             case "GET", ["health"]:
                 await exchange.json(self.health_status, {})
             case "GET", ["metrics"] if self.metrics is not None:
@@ -411,11 +417,11 @@ class FakeInstance:
             case "GET", ["llumlet", "reports"]:
                 await self._stream_reports(exchange)
             case "PUT", ["llumlet", "pairing"]:
-                self.pairings.append(wire.Pairing.from_json(request.json))
-                await exchange.json(200, {})
+                pairing = wire.Pairing.from_json(request.json)
+                await self._pair(exchange, pairing, pairing.fence)
             case "DELETE", ["llumlet", "pairing"]:
-                self.pairings.append(None)
-                await exchange.json(200, {})
+                name, _, fence = query.partition("=")
+                await self._pair(exchange, None, int(fence) if name == wire.FENCE_PARAMETER else None)
             case "PUT", ["llumlet", "resumes", _] if self.resets_resumes:
                 await exchange.reset()
             case "PUT", ["llumlet", "resumes", resume_id]:
@@ -426,6 +432,15 @@ class FakeInstance:
                 await exchange.json(status, answer)
             case _:
                 await exchange.json(404, error_body("no such route", "NotFoundError", 404))
+
+    async def _pair(self, exchange: Exchange, pairing: wire.Pairing | None, fence: int | None) -> None:
+        self.fences.append(fence)
+        if fence is not None and fence < self.fence:
+            await exchange.json(409, error_body("an older lease", "Conflict", "cannot_move"))
+            return
+        self.fence = max(self.fence, fence or 0)
+        self.pairings.append(pairing)
+        await exchange.json(200, {})
 
     async def _stream_reports(self, exchange: Exchange) -> None:
         await exchange.start(content_type="application/x-ndjson")

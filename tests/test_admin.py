@@ -204,5 +204,6 @@ async def test_a_request_of_another_gateway_is_found_by_its_record(start_gateway
         request_id = (await a.exchange()).request.headers[wire.REQUEST_ID_HEADER]
         await until_true(lambda: one.gateway.store.owner(request_id))
         response = await migrate(other, request_id, "b")
-        assert (response.status_code, response.json()["pause_ms"]) == (200, None)
+        assert response.status_code == 200
+        assert response.json()["pause_ms"] is not None  # As the gateway has seen it that holds the client.
         await streaming

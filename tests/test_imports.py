@@ -24,6 +24,7 @@ LAYERS = {
     },
     "scheduler": {"scheduler", "cluster", "policy", "wire", "errors", "telemetry", "counters"},
     "config_sources": {"errors"},
+    "requests": {"cluster", "serving", "policy", "errors", "telemetry"},
     "connection": set[str](),
     "wire": set[str](),
     "errors": set[str](),

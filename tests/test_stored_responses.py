@@ -144,7 +144,6 @@ async def test_what_redis_knows_of_responses_is_bounded_and_expires(
     monkeypatch.setattr(keys, "RESPONSE", f"kvferry:test:{uuid.uuid4().hex}:")
     monkeypatch.setattr(keys, "RESPONSES", f"kvferry:test:{uuid.uuid4().hex}")
     monkeypatch.setattr(keys, "RESPONSES_MAX", 3)
-    monkeypatch.setattr("gateway.cluster.store.time.time", iter(range(1_000_000, 2_000_000)).__next__)
     store = Store(redis_url)
     async with redis.Redis.from_url(redis_url, decode_responses=True) as client:
         for index in range(5):

@@ -128,8 +128,9 @@ async def put_pairing(llumlet: Llumlet, request: Request) -> dict[str, Any]:
     return {}
 
 
-async def delete_pairing(llumlet: Llumlet, _: Request) -> dict[str, Any]:
-    llumlet.pair(None)
+async def delete_pairing(llumlet: Llumlet, request: Request) -> dict[str, Any]:
+    fence = request.query_params.get(wire.FENCE_PARAMETER)
+    llumlet.pair(None, int(fence) if fence is not None and wire.is_count(fence) else None)
     return {}
 
 

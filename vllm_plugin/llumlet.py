@@ -84,6 +84,8 @@ class Llumlet:
         self._aborted: deque[str] = deque(maxlen=ABORTED_KEPT)
         self._pairing: wire.Pairing | None = None
         self._pairing_until = 0.0
+        self._fence = 0
+        """The newest lease of a leader that has ordered anything here."""
         self._pairing_rests_until = 0.0
         """A destination that has just refused, or failed, is not asked again at once."""
         self._report: wire.Report | None = None
@@ -344,6 +346,7 @@ class Llumlet:
 
     async def migrate(self, order: wire.MigrateOrder) -> wire.MigrationResult:
         """Move one request now. Raises NoSuchRequest, or Refused with why it cannot move."""
+        self._check_fence(order.fence)
         session = self._sessions.get(order.request_id)
         if session is None:
             raise NoSuchRequest(order.request_id)
@@ -384,10 +387,19 @@ class Llumlet:
         assert self._http is not None
         return Peer(self._http, self.settings.secret, destination, migration_id)
 
-    def pair(self, pairing: wire.Pairing | None) -> None:
+    def pair(self, pairing: wire.Pairing | None, fence: int | None = None) -> None:
         """The leader's lease: move requests to that destination until it lapses (paper, section 4.4.3)."""
+        self._check_fence(pairing.fence if pairing is not None else fence)
         self._pairing = pairing
         self._pairing_until = time.monotonic() + pairing.lease_ms / 1000 if pairing is not None else 0.0
+
+    def _check_fence(self, fence: int | None) -> None:
+        """Raises Refused for a leader that has lost its lease to another, and may not know of it yet."""
+        if fence is None or not 0 <= fence <= wire.FENCE_MAX:
+            return
+        if fence < self._fence:
+            raise Refused(f"the order is of lease {fence}, and one of lease {self._fence} was here already")
+        self._fence = fence
 
     async def _follow_pairing(self) -> None:
         pairing = self._pairing
@@ -547,6 +559,7 @@ class Llumlet:
             migrations_in=self._arriving(),
             migrations_out=len(self._outgoing),
             migrations_ended=self._migrations_ended,
+            fence=self._fence,
         )
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:

@@ -6,14 +6,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from gateway import wire
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Instance, Members
 from gateway.cluster.plain import Lives, plain_id, read_metrics
-from gateway.cluster.store import Store
+from gateway.cluster.store import Lease, Store
 from gateway.errors import (
     GatewayError,
     LlumletRefused,
@@ -30,9 +30,15 @@ TIMEOUTS_MAX = 3
 
 class Discovery:
     def __init__(
-        self, urls: Sequence[str], members: Members, llumlets: LlumletClient, store: Store, metrics_timeout_s: float
+        self,
+        urls: Callable[[], Sequence[str]],
+        members: Members,
+        llumlets: LlumletClient,
+        store: Store,
+        metrics_timeout_s: float,
     ) -> None:
-        self._urls = tuple(urls)
+        """``urls``: those that are to be probed, anew for each round."""
+        self._urls = urls
         self._members = members
         self._llumlets = llumlets
         self._store = store
@@ -45,16 +51,22 @@ class Discovery:
 
     async def probe_all(self) -> None:
         """One round: every URL at once, so that one that hangs delays none of the others."""
-        await asyncio.gather(*(self._probe(url) for url in self._urls))
+        urls = self._urls()
+        await asyncio.gather(*(self._probe(url) for url in urls))
+        self._forget_all_but(self._urls())
 
-    async def publish(self) -> None:
+    async def publish(self, lease: Lease) -> None:
         """The registry in Redis is for other tools to read: its loss is no loss to this gateway."""
         try:
-            await self._store.register({member["id"]: member for member in self.registry()})
-        except StoreUnavailable as error:
-            self._say("registry", f"store_unavailable {error.message}")
+            await self._store.register(lease, {member["id"]: member for member in self.registry()})
+        except StoreUnavailable:
+            self._say("registry", "store_unavailable")
         else:
             self._say("registry", "published")
+
+    def state(self, url: str) -> str | None:
+        """What the last probe that brought something new has found there."""
+        return self._said.get(url)
 
     def registry(self) -> list[dict[str, Any]]:
         return [
@@ -119,16 +131,27 @@ class Discovery:
         if not wire.is_identifier(instance_id):
             self._say(url, f"refused: {instance_id!r} cannot be an instance id")
             return False
-        if known is not None and known.url != url:
+        if known is not None and known.url != url and self._members.is_healthy(instance_id):
             self._say(url, f"refused: {known.url} has the instance id {instance_id} already")
             return False
         if reason is None and is_asleep:
             reason = "it is asleep"
         self._members.forget(url, keep=instance_id)
+        if known is not None and known.url != url:  # It has moved: nobody answers where it was.
+            self._members.forget(known.url, keep="")
         self._members.probed(instance, cards, reason is None, reason, time.monotonic())
         kind = "" if instance.managed else " without plugin"
         self._say(url, f"instance {instance_id} boot {instance.boot_id}{kind} {reason or 'healthy'}")
         return True
+
+    def _forget_all_but(self, urls: Collection[str]) -> None:
+        """What is probed no more."""
+        for url in self._said.keys() - {*urls, "registry"}:
+            del self._said[url]
+            self._timeouts.pop(url, None)
+            self._never_sleeps.pop(url, None)
+            self._lives.forget(url)
+            self._members.forget(url)  # A probe may have ended after its URL was given up.
 
     async def _started(self, url: str) -> str | None:
         """Metrics are not needed to serve: without them it is only harder to see a restart."""

@@ -15,17 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.cluster import keys
+from gateway.cluster.budget import answered_within
 from gateway.cluster.store import ScriptCall, Store
 from gateway.counters import Counters
 from gateway.errors import StoreUnavailable
 from gateway.policy.limits import WINDOW_S, Granted, KeyLimits, Ledger, Refused
 from gateway.telemetry import log
 
-LOOKS = 5
-"""In which a wait for Redis is cut. A look that this process was itself late for says nothing about Redis, and does not
-count: a busy or halted machine would else make every gateway count alone."""
-LATE = 1.5
-LOOKS_MAX = 25
 RELEASES_MAX = 10_000
 """Places given back while Redis is away; the oldest are let go, and lapse by themselves."""
 RENEWED_AT_ONCE = 500
@@ -237,14 +233,7 @@ class Limiter:
 
     async def _answered(self, answer: asyncio.Future[Any]) -> bool:
         """Whether it comes within the budget, and while the others' answers do."""
-        look_s, counted = self._budget_s / LOOKS, 0
-        for _ in range(LOOKS_MAX):
-            begun_at = time.monotonic()
-            await asyncio.wait({answer}, timeout=look_s)
-            counted += time.monotonic() - begun_at < LATE * look_s
-            if answer.done() or not self.is_shared or counted == LOOKS:
-                break
-        return answer.done() and not answer.cancelled()
+        return await answered_within(answer, self._budget_s, lambda: self.is_shared)
 
     def _give_up(self, key_name: str, request_id: str) -> None:
         """A question that nobody waits for any longer: Redis may have said yes, or may still do so."""

@@ -96,9 +96,9 @@ class LlumletClient:
         with _mapped(url):
             _check(await self._http.put(f"{url}/llumlet/pairing", json=pairing.to_json()))
 
-    async def unpair(self, url: str) -> None:
+    async def unpair(self, url: str, fence: int) -> None:
         with _mapped(url):
-            _check(await self._http.delete(f"{url}/llumlet/pairing"))
+            _check(await self._http.delete(f"{url}/llumlet/pairing", params={wire.FENCE_PARAMETER: fence}))
 
     async def migrate(self, url: str, order: wire.MigrateOrder) -> wire.MigrationResult:
         """Waits for the end of the migration."""

@@ -61,6 +61,8 @@ class Member:
     """It says so itself."""
     drain_ordered: bool = False
     """By this gateway, just now: from the first report on that knows of it, the reports are right."""
+    leaving: bool = False
+    """Its address is wanted no more (targets.py)."""
     load: PlainLoad | None = None
     """Instead of a report, where there is no plugin."""
     load_at: float = -math.inf
@@ -90,7 +92,7 @@ class Member:
 
     @property
     def draining(self) -> bool:
-        return self.drain_ordered or (self.report is not None and self.report.draining)
+        return self.leaving or self.drain_ordered or (self.report is not None and self.report.draining)
 
     @property
     def models(self) -> frozenset[str]:
@@ -121,6 +123,8 @@ class Members:
         self._unheard_s = unheard_s
         self._health = health or HealthSettings()
         self._by_id: dict[str, Member] = {}
+        self._leaving: set[str] = set()
+        """URLs."""
 
     def get(self, instance_id: str) -> Instance | None:
         member = self._by_id.get(instance_id)
@@ -141,7 +145,7 @@ class Members:
         member = self._by_id.get(instance.instance_id)
         is_new = member is None or member.instance != instance
         if member is None or is_new:
-            member = self._by_id[instance.instance_id] = Member(instance)
+            member = self._by_id[instance.instance_id] = Member(instance, leaving=instance.url in self._leaving)
         member.model_cards = _steady(member.model_cards, model_cards)
         member.heard_at = max(member.heard_at, now)
         if not healthy:
@@ -216,8 +220,24 @@ class Members:
                 return
         member.health.eject(why, now, self._health)
 
-    def forget(self, url: str, keep: str) -> None:
-        """Another instance answers under this URL now."""
+    def leave(self, url: str, *, leaving: bool) -> None:
+        """Nothing new is sent there, whichever instance answers there from now on; or it is again."""
+        (self._leaving.add if leaving else self._leaving.discard)(url)
+        for member in self._by_id.values():
+            if member.instance.url == url:
+                member.leaving = leaving
+
+    def ids_at(self, url: str) -> list[str]:
+        return [instance_id for instance_id, member in self._by_id.items() if member.instance.url == url]
+
+    def is_heard(self, url: str, now: float) -> bool:
+        """Whether it has given any sign of life just now."""
+        return any(now - self._by_id[one].heard_of_at <= self._unheard_s for one in self.ids_at(url))
+
+    def forget(self, url: str, keep: str | None = None) -> None:
+        """Another instance answers under this URL now, or the URL is wanted no more."""
+        if keep is None:
+            self._leaving.discard(url)
         for instance_id in [one for one, member in self._by_id.items() if member.instance.url == url and one != keep]:
             del self._by_id[instance_id]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from typing import Any
@@ -38,6 +39,10 @@ class Records:
     def forget(self, request_id: str) -> None:
         self._live.pop(request_id, None)
         self._put(request_id, None)
+
+    def refresh(self) -> None:
+        """With the next round everything is written again: Redis may have lost it."""
+        self._refreshed_at = -math.inf
 
     def migrated(self, record: dict[str, Any]) -> None:
         self._migrations.append(record)

@@ -6,19 +6,19 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.cluster import keys
+from gateway.cluster.budget import Breaker
 from gateway.cluster.members import Instance
 from gateway.cluster.store import Store
 from gateway.counters import Counters
 from gateway.errors import StoreUnavailable
-from gateway.telemetry import log
+from gateway.telemetry import Changes
 
 KNOWN_MAX = 4_096
 WRITING_MAX = 256
-WRITE_WAIT_S = 0.25
-"""For so long the client waits for Redis, so that its next request finds the response through any gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,14 @@ class Home:
 
 
 class StoredResponses:
-    def __init__(self, store: Store, counters: Counters) -> None:
+    """A client waits ``budget_s`` for Redis, so that its next request finds the response through any gateway."""
+
+    def __init__(self, store: Store, budget_s: float, is_away: Callable[[], bool], counters: Counters) -> None:
         self._store = store
+        self._breaker = Breaker(store, budget_s, is_away)
         self._counters = counters
         self._known: OrderedDict[str, tuple[Home, float]] = OrderedDict()
+        self._changes = Changes()
         self._writing: set[asyncio.Task[None]] = set()
 
     async def keep(self, response_id: str, instance: Instance) -> None:
@@ -46,14 +50,22 @@ class StoredResponses:
         writing = asyncio.create_task(self._write(response_id, home))
         self._writing.add(writing)
         writing.add_done_callback(self._writing.discard)
-        await asyncio.wait({writing}, timeout=WRITE_WAIT_S)
+        await self._breaker.answered(writing)
 
     async def find(self, response_id: str) -> Home | None:
         """Raises :class:`StoreUnavailable` when only Redis could tell, and does not."""
         known = self._known.get(response_id)
         if known is not None and known[1] > time.monotonic():
             return known[0]
-        found = await self._store.response_home(response_id)
+        if self._breaker.is_open:
+            raise StoreUnavailable("Redis does not answer.")
+        asking = asyncio.create_task(self._store.response_home(response_id))
+        try:
+            if not await self._breaker.answered(asking):
+                raise StoreUnavailable("Redis does not answer in time.")
+        finally:
+            asking.cancel()
+        found = asking.result()
         if found is None:
             return None
         home = Home(*found)
@@ -74,4 +86,6 @@ class StoredResponses:
             await self._store.keep_response(response_id, home.instance_id, home.boot_id)
         except StoreUnavailable as error:
             self._counters.add("stored_responses_dropped")
-            log("response_not_shared", level=logging.WARNING, response=response_id, reason=error.message)
+            self._changes("stored_responses", "not shared", reason=error.message, level=logging.WARNING)
+        else:
+            self._changes("stored_responses", "shared")

@@ -47,6 +47,8 @@ class _Emptying:
     progress: Progress = field(default_factory=Progress)
     task: asyncio.Task[None] | None = None
     waiters: int = 0
+    fence: int | None = None
+    """The leader's lease, where it is only the leader who wants it."""
     moves: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     sent: Counter[str] = field(default_factory=Counter)
     """By destination: moves under way, which its report does not know of."""
@@ -88,6 +90,8 @@ class Drains:
             self._members.drain_ordered(instance.instance_id, False)
             raise
         log("drain", instance=instance.instance_id, timeout_s=timeout_s)
+        if (begun := self._emptyings.get(instance.instance_id)) is not None:
+            begun.fence = None  # From now on an operator wants it, whoever leads.
         return await self._empty(instance, timeout_s)
 
     async def undrain(self, instance: Instance) -> None:
@@ -99,36 +103,42 @@ class Drains:
             emptying.task.cancel()
         log("undrain", instance=instance.instance_id)
 
-    async def follow(self, leading: bool) -> None:
-        """The leader's round: an instance may begin to drain by itself, as a server does that is told to end."""
+    async def follow(self, fence: int | None) -> None:
+        """The leader's round: an instance may begin to drain by itself, as a server does that is told to end.
+
+        ``fence``: the token of this gateway's lease; ``None`` while it does not lead.
+        """
         self._own = {instance_id: task for instance_id, task in self._own.items() if not task.done()}
-        if not leading:
+        if fence is None:
             await self.stop()
             return
+        for emptying in self._emptyings.values():
+            if emptying.fence is not None:
+                emptying.fence = fence
         for member in self._members.all():
             instance, report = member.instance, member.report
             if report is None or not report.draining or not member.healthy or instance.instance_id in self._emptyings:
                 continue
             if report.requests_running + report.requests_waiting > 0:
-                self._own[instance.instance_id] = asyncio.create_task(self._empty_unasked(instance))
+                self._own[instance.instance_id] = asyncio.create_task(self._empty_unasked(instance, fence))
 
     async def stop(self) -> None:
         """Ends what the leader has begun by itself."""
         await cancel_all(self._own.values())
         self._own.clear()
 
-    async def _empty_unasked(self, instance: Instance) -> None:
+    async def _empty_unasked(self, instance: Instance, fence: int) -> None:
         try:
-            progress = await self._empty(instance, None)
+            progress = await self._empty(instance, None, fence)
             log("drained", instance=instance.instance_id, moved=progress.moved, failed=progress.failed)
         except (LlumletRefused, LlumletUnreachable) as error:
             log("drain_failed", level=logging.WARNING, instance=instance.instance_id, reason=error.message)
 
-    async def _empty(self, source: Instance, timeout_s: float | None) -> Progress:
+    async def _empty(self, source: Instance, timeout_s: float | None, fence: int | None = None) -> Progress:
         """However many wait, one loop works for them, until the last has gone."""
         emptying = self._emptyings.get(source.instance_id)
         if emptying is None:
-            emptying = self._emptyings[source.instance_id] = _Emptying(source)
+            emptying = self._emptyings[source.instance_id] = _Emptying(source, fence=fence)
             emptying.task = asyncio.create_task(self._work(emptying))
         task = emptying.task
         assert task is not None
@@ -213,7 +223,7 @@ class Drains:
     async def _move(self, emptying: _Emptying, request_id: str, destination: Instance) -> None:
         emptying.sent[destination.instance_id] += 1
         try:
-            result = await self._executor.migrate(emptying.source, request_id, destination)
+            result = await self._executor.migrate(emptying.source, request_id, destination, fence=emptying.fence)
             reason = None if result.outcome == "committed" else result.reason or "the move was given up"
         except (LlumletRefused, LlumletUnreachable) as error:
             reason = error.message

@@ -21,14 +21,17 @@ class Executor:
         self._pairing_lease_ms = int(pairing_lease_s * 1000)
         self._counters = counters
 
-    async def run(self, action: Action) -> None:
-        """An action that fails is counted and logged: the next tick decides from what is true by then."""
+    async def run(self, action: Action, fence: int) -> None:
+        """An action that fails is counted and logged: the next tick decides from what is true by then.
+
+        ``fence``: the token of the lease in whose name it is done.
+        """
         try:
             match action:
                 case Pair():
-                    await self._pair(action)
+                    await self._pair(action, fence)
                 case Unpair():
-                    await self._unpair(action)
+                    await self._unpair(action, fence)
                 case _:
                     assert_never(action)
         except (LlumletUnreachable, LlumletRefused) as error:
@@ -36,10 +39,15 @@ class Executor:
             log("action_failed", level=logging.WARNING, action=action, reason=error.message)
 
     async def migrate(
-        self, source: Instance, request_id: str, destination: Instance, method: str = "live"
+        self,
+        source: Instance,
+        request_id: str,
+        destination: Instance,
+        method: str = "live",
+        fence: int | None = None,
     ) -> wire.MigrationResult:
-        """Moves one request now. Raises what the source's llumlet answers."""
-        order = wire.MigrateOrder(request_id, destination.instance_id, destination.url, method)
+        """Moves one request now. Raises what the source's llumlet answers. ``fence``: where the leader orders it."""
+        order = wire.MigrateOrder(request_id, destination.instance_id, destination.url, method, fence)
         try:
             result = await self._llumlets.migrate(source.url, order)
         except (LlumletUnreachable, LlumletRefused) as error:
@@ -61,14 +69,14 @@ class Executor:
         ):
             self._counters.distribution(f"ordered_migration_{name}", method=method).observe(value)
 
-    async def _pair(self, action: Pair) -> None:
+    async def _pair(self, action: Pair, fence: int) -> None:
         source, destination = self._members.get(action.source_id), self._members.get(action.destination_id)
         if source is None or destination is None:
             return
-        pairing = wire.Pairing(destination.instance_id, destination.url, self._pairing_lease_ms)
+        pairing = wire.Pairing(destination.instance_id, destination.url, self._pairing_lease_ms, fence=fence)
         await self._llumlets.pair(source.url, pairing)
 
-    async def _unpair(self, action: Unpair) -> None:
+    async def _unpair(self, action: Unpair, fence: int) -> None:
         source = self._members.get(action.source_id)
         if source is not None:
-            await self._llumlets.unpair(source.url)
+            await self._llumlets.unpair(source.url, fence)

@@ -1,4 +1,10 @@
-"""One tick: hold the lease, look, decide, act, publish."""
+"""One tick: hold the lease, look, decide, act, publish.
+
+The lease has a token, higher than that of every lease before it. Whatever is done in its name says it: Redis compares
+it for what is written there, and an instance refuses orders of a lease that is older than the newest that it has heard
+of. So a leader that stood still and does not know it yet changes nothing, and it knows it by its own clock, which goes
+on while it stands still, and which nobody sets.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,11 @@ from gateway.counters import Counters
 from gateway.errors import StoreUnavailable
 from gateway.policy.decide import Action, Memory, Pair, PolicySettings, decide
 from gateway.scheduler.executor import Executor
-from gateway.telemetry import log
+from gateway.telemetry import Changes, log
+from gateway.wire import FENCE_MAX
+
+ACTS_SHARE = 0.3
+"""The share of the lease that the actions of one tick may take: an instance that hangs must not cost the lease."""
 
 
 class Leader:
@@ -37,13 +47,21 @@ class Leader:
         self._counters = counters
         self._lease: Lease | None = None
         self._memory = Memory()
+        self._published = 0
+        self._changes = Changes()
+
+    @property
+    def lease(self) -> Lease | None:
+        """``None`` while this gateway may not act as the leader."""
+        return self._lease if self._lease is not None and time.monotonic() < self._lease.ends_at else None
 
     @property
     def is_leading(self) -> bool:
-        return self._lease is not None and time.monotonic() < self._lease.ends_at
+        return self.lease is not None
 
     async def tick(self) -> None:
-        lease = await self._hold_lease()
+        await self._hold_lease()
+        lease = self.lease  # What was granted may have ended before this gateway came to read it.
         if lease is None:
             self._memory = Memory()
             return
@@ -58,11 +76,16 @@ class Leader:
 
     async def _act(self, actions: list[Action], lease: Lease) -> None:
         """At once, so that one that hangs delays none of the others; never past the lease's end by our own clock."""
+        left_s = min(lease.ends_at - time.monotonic(), self._lease_s * ACTS_SHARE)
+        if left_s <= 0:
+            return
         try:
-            async with asyncio.timeout(max(0.0, lease.ends_at - time.monotonic())):
-                await asyncio.gather(*(self._executor.run(action) for action in actions))
+            async with asyncio.timeout(left_s):
+                await asyncio.gather(*(self._executor.run(action, lease.token) for action in actions))
         except TimeoutError:
-            log("leader_late", level=logging.WARNING, gateway=self._gateway_id, token=lease.token)
+            self._changes("leader_actions", "late", level=logging.WARNING)
+        else:
+            self._changes("leader_actions", "in time")
 
     async def release(self) -> None:
         if self._lease is not None:
@@ -72,26 +95,36 @@ class Leader:
             except StoreUnavailable:
                 return  # It ends by itself.
 
-    async def _hold_lease(self) -> Lease | None:
-        previous = self._lease
+    async def _hold_lease(self) -> None:
+        previous, reason = self._lease, "another gateway leads"
         try:
-            self._lease = await self._store.take_lease(self._gateway_id, self._lease_s)
+            self._lease = await self._store.take_lease(self._gateway_id, self._lease_s, self._seen())
         except StoreUnavailable as error:
-            self._lease = None
-            if previous is not None:
-                log("leader_lost", level=logging.WARNING, gateway=self._gateway_id, reason=error.message)
-            return None
+            self._lease, reason = None, error.message
+        if self._lease is None and previous is not None:
+            log("leader_lost", level=logging.WARNING, gateway=self._gateway_id, token=previous.token, reason=reason)
         if self._lease is not None and (previous is None or previous.token != self._lease.token):
             log("leader", gateway=self._gateway_id, token=self._lease.token)
             self._memory = Memory()
-        return self._lease
+
+    def _seen(self) -> int:
+        """The highest token that any instance has had an order of: Redis may have lost its count."""
+        reports = [member.report for member in self._members.all() if member.report is not None]
+        return max((report.fence for report in reports if 0 <= report.fence <= FENCE_MAX), default=0)
 
     async def _publish(self, lease: Lease) -> None:
         reports = [member.report.to_json() for member in self._members.all() if member.report is not None]
+        self._published += 1
         try:
-            await self._store.publish_snapshot(lease, {"token": lease.token, "reports": reports})
+            written = await self._store.publish_snapshot(
+                lease, {"token": lease.token, "reports": reports}, self._published
+            )
         except StoreUnavailable as error:
-            log("snapshot_lost", level=logging.WARNING, reason=error.message)
+            self._changes("snapshot", "not written", reason=error.message, level=logging.WARNING)
+            return
+        self._changes("snapshot", "written" if written else "refused: the lease has passed on")
+        if not written and self._lease == lease:
+            self._lease = None
 
     def _say(self, action: Action, before: Memory) -> None:
         """One line a decision; a renewal is none."""

@@ -109,7 +109,7 @@ class Forwarder:
     async def forward(self, forward: Forward, reply: Reply) -> None:
         """Cancelled when the client has gone."""
         try:
-            async with self._deadlines.bounded():
+            async with self._deadlines.bounded(forward.call.request_id):
                 await self._forward(forward, reply)
         except GatewayError as error:
             self._counters.add("errors", kind=error.label)

@@ -21,7 +21,7 @@ from typing import assert_never
 from gateway import wire
 from gateway.cluster.members import Members
 from gateway.counters import Counters
-from gateway.errors import GatewayError, LegError, LegUnreachable, NoInstance, NotFound, ResumeFailed
+from gateway.errors import Cancelled, GatewayError, LegError, LegUnreachable, NoInstance, NotFound, ResumeFailed
 from gateway.openai.body import GenerateBody
 from gateway.serving.backend import Backend, Call, Leg, Resumption
 from gateway.serving.deadline import Deadlines
@@ -69,10 +69,10 @@ class Server:
         session = Session(call, body, reply.meter, reply.visit)
         with self._sessions.tracked(session), Prebound(session, self._open_at) as prebound:
             try:
-                async with self._deadlines.bounded():
+                async with self._deadlines.bounded(session.request_id):
                     await self._serve(session, prebound, reply)
             except GatewayError as error:
-                session.end("failed")
+                session.end("cancelled" if isinstance(error, Cancelled) else "failed")
                 self._counters.add("errors", kind=error.label)
                 # Of the other kinds the message quotes what the client has chosen.
                 reason = error.message if isinstance(error, LegError) else error.label

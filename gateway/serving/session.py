@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from gateway.cluster.records import Records
@@ -246,8 +247,8 @@ class Sessions:
         for session in self._live.values():
             yield session.visit.model, session.tokens_sent
 
-    def live(self) -> list[dict[str, Any]]:
-        return [session.to_json() for session in self._live.values()]
+    def live(self, most: int | None = None) -> list[dict[str, Any]]:
+        return [session.to_json() for session in islice(self._live.values(), most)]
 
     def recent(self) -> list[dict[str, Any]]:
         """Newest first."""

@@ -17,7 +17,8 @@ from gateway.wire import SECRET_HEADER
 from loadtest.client import ATTEMPTS_MAX, Client, Reply, events
 from loadtest.stack import Stack
 from tests.conftest import serve
-from tests.vllm.fault_proxy import CuttingProxy, Fault, HandshakeProxy, cut, dead_agents, hang, lose_reply, refuse
+from tests.cutting_proxy import CuttingProxy
+from tests.vllm.fault_proxy import Fault, HandshakeProxy, cut, dead_agents, hang, lose_reply, refuse
 from vllm_plugin.settings import RESERVATION_LEASE_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]

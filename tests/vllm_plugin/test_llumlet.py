@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway import wire
 from vllm_plugin.settings import MIGRATIONS_IN_MAX, Settings
 
 pytestmark = [pytest.mark.slow]
@@ -277,3 +278,42 @@ async def test_a_bug_while_a_late_resume_is_finished_fails_that_resume_alone(
         await session.ended.wait()
     assert session.failed == "internal error: RuntimeError"
     assert "a utility call failed" in caplog.text
+
+
+def pairing(fence: int | None, destination: str = "c") -> wire.Pairing:
+    return wire.Pairing(destination, f"http://{destination}", 60_000, fence=fence)
+
+
+async def test_an_order_of_an_older_lease_is_refused_and_changes_nothing(plugin: SimpleNamespace) -> None:
+    """A leader that stood still may not know yet that another one leads."""
+    llumlet = build_llumlet(plugin, Engine())
+    llumlet.pair(pairing(7))
+    for late in (lambda: llumlet.pair(pairing(6, "d")), lambda: llumlet.pair(None, 6)):
+        with pytest.raises(plugin.incoming.Refused, match="lease 6"):
+            late()
+    with pytest.raises(plugin.incoming.Refused, match="lease 6"):
+        await llumlet.migrate(wire.MigrateOrder("r", "d", "http://d", fence=6))
+    assert llumlet._pairing == pairing(7)
+    llumlet.pair(pairing(7, "e"))
+    llumlet.pair(None, 8)
+    assert llumlet._pairing is None
+    with pytest.raises(plugin.incoming.Refused):
+        llumlet.pair(pairing(7))
+
+
+async def test_orders_without_a_lease_are_taken_as_ever(plugin: SimpleNamespace) -> None:
+    """Of a gateway that does not know of fences, and of operators."""
+    llumlet = build_llumlet(plugin, Engine())
+    llumlet.pair(pairing(7))
+    llumlet.pair(wire.Pairing.from_json({"destination_id": "d", "destination_url": "http://d", "lease_ms": 1}))
+    assert llumlet._pairing.destination_id == "d"
+    llumlet.pair(None)
+    with pytest.raises(plugin.llumlet.NoSuchRequest):
+        await llumlet.migrate(wire.MigrateOrder("r", "d", "http://d"))
+
+
+async def test_a_token_that_cannot_be_one_locks_no_leader_out(plugin: SimpleNamespace) -> None:
+    llumlet = build_llumlet(plugin, Engine())
+    llumlet.pair(pairing(wire.FENCE_MAX + 1))
+    llumlet.pair(pairing(1, "d"))
+    assert llumlet._pairing.destination_id == "d"
