@@ -397,3 +397,22 @@ def slow_down(store: MemoryStore) -> None:
         gather(block_ids, out)
 
     store.gather = slow  # type: ignore[method-assign]
+
+
+async def test_a_connection_that_had_closed_before_it_was_read_is_a_cut() -> None:
+    """aiohttp says RuntimeError then, and a stream that was on its way ended with an error of ours."""
+    pytest.importorskip("vllm", exc_type=ImportError)
+    from vllm_plugin.outgoing import Destination, Peer, Refused
+
+    class Closed:
+        def post(self, *_: object, **__: object) -> contextlib.AbstractAsyncContextManager[object]:
+            return self._closed()
+
+        @contextlib.asynccontextmanager
+        async def _closed(self) -> AsyncIterator[object]:
+            raise RuntimeError("Connection closed.")
+            yield
+
+    peer = Peer(Closed(), SECRET, Destination("b", "http://127.0.0.1:1"), "m")  # type: ignore[arg-type]
+    with pytest.raises(Refused, match=r"the destination did not answer stage: RuntimeError\('Connection closed\.'\)"):
+        await peer.post("stage", {}, 1.0)
