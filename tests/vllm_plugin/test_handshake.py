@@ -38,8 +38,10 @@ def plugin() -> SimpleNamespace:
     pytest.importorskip("vllm", exc_type=ImportError)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from vllm_plugin import compat, endpoints, engine, llumlet, session
-    return SimpleNamespace(compat=compat, endpoints=endpoints, engine=engine, llumlet=llumlet, session=session)
+        from vllm_plugin import compat, endpoints, engine, llumlet, outgoing, session
+    return SimpleNamespace(
+        compat=compat, endpoints=endpoints, engine=engine, llumlet=llumlet, outgoing=outgoing, session=session
+    )
 
 
 class Side:
@@ -399,10 +401,8 @@ def slow_down(store: MemoryStore) -> None:
     store.gather = slow  # type: ignore[method-assign]
 
 
-async def test_a_connection_that_had_closed_before_it_was_read_is_a_cut() -> None:
+async def test_a_connection_that_had_closed_before_it_was_read_is_a_cut(plugin: SimpleNamespace) -> None:
     """aiohttp says RuntimeError then, and a stream that was on its way ended with an error of ours."""
-    pytest.importorskip("vllm", exc_type=ImportError)
-    from vllm_plugin.outgoing import Destination, Peer, Refused
 
     class Closed:
         def post(self, *_: object, **__: object) -> contextlib.AbstractAsyncContextManager[object]:
@@ -413,6 +413,9 @@ async def test_a_connection_that_had_closed_before_it_was_read_is_a_cut() -> Non
             raise RuntimeError("Connection closed.")
             yield
 
-    peer = Peer(Closed(), SECRET, Destination("b", "http://127.0.0.1:1"), "m")  # type: ignore[arg-type]
-    with pytest.raises(Refused, match=r"the destination did not answer stage: RuntimeError\('Connection closed\.'\)"):
+    outgoing = plugin.outgoing
+    peer = outgoing.Peer(Closed(), SECRET, outgoing.Destination("b", "http://127.0.0.1:1"), "m")
+    with pytest.raises(
+        outgoing.Refused, match=r"the destination did not answer stage: RuntimeError\('Connection closed\.'\)"
+    ):
         await peer.post("stage", {}, 1.0)
