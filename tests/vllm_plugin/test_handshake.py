@@ -38,8 +38,10 @@ def plugin() -> SimpleNamespace:
     pytest.importorskip("vllm", exc_type=ImportError)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from vllm_plugin import compat, endpoints, engine, llumlet, session
-    return SimpleNamespace(compat=compat, endpoints=endpoints, engine=engine, llumlet=llumlet, session=session)
+        from vllm_plugin import compat, endpoints, engine, llumlet, outgoing, session
+    return SimpleNamespace(
+        compat=compat, endpoints=endpoints, engine=engine, llumlet=llumlet, outgoing=outgoing, session=session
+    )
 
 
 class Side:
@@ -398,3 +400,23 @@ def slow_down(store: MemoryStore) -> None:
         gather(block_ids, out)
 
     store.gather = slow  # type: ignore[method-assign]
+
+
+async def test_a_connection_that_had_closed_before_it_was_read_is_a_cut(plugin: SimpleNamespace) -> None:
+    """aiohttp says RuntimeError then, and a stream that was on its way ended with an error of ours."""
+
+    class Closed:
+        def post(self, *_: object, **__: object) -> contextlib.AbstractAsyncContextManager[object]:
+            return self._closed()
+
+        @contextlib.asynccontextmanager
+        async def _closed(self) -> AsyncIterator[object]:
+            raise RuntimeError("Connection closed.")
+            yield
+
+    outgoing = plugin.outgoing
+    peer = outgoing.Peer(Closed(), SECRET, outgoing.Destination("b", "http://127.0.0.1:1"), "m")
+    with pytest.raises(
+        outgoing.Refused, match=r"the destination did not answer stage: RuntimeError\('Connection closed\.'\)"
+    ):
+        await peer.post("stage", {}, 1.0)
