@@ -16,8 +16,8 @@ from gateway.errors import ConfigError
 COMMANDS = {
     "serve": "start the gateway",
     "status": "show gateways, leader and instances with their load",
-    "instances": "list the instances, or take one back that drains",
-    "requests": "list the requests, or show one",
+    "instances": "list the instances, add or remove one, or take one back that drains",
+    "requests": "list the requests, show or cancel one",
     "migrate": "move a running request to another instance",
     "drain": "empty an instance by moving its requests away",
     "keys": "make API keys for the keys file",

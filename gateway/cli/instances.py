@@ -10,7 +10,7 @@ from gateway.cli.client import AdminClient, admin_client, segment
 from gateway.cli.exits import Exit
 from gateway.cli.output import entries, print_json, print_sentence, print_table
 
-HEAD = ("INSTANCE", "STATE", "URL", "MODELS", "VERSION", "REPORT AGE", "REASON")
+HEAD = ("INSTANCE", "STATE", "URL", "SOURCE", "MODELS", "VERSION", "REPORT AGE", "REASON")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +18,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed = add_action(actions, "list", "list the instances (what `kvferry instances` alone does)")
     add_admin_flags(listed)
     runs(listed, list_instances, "kvferry instances", "kvferry instances list --json")
+    added = add_action(actions, "add", "let all gateways follow the vLLM server at a URL")
+    added.add_argument("address", metavar="ADDRESS", help="its base URL, as the gateways reach it: http://host:port")
+    add_admin_flags(added)
+    runs(added, add, "kvferry instances add http://10.0.0.3:8001")
+    removed = add_action(actions, "remove", "send nothing new to an instance, and forget it once nothing runs there")
+    removed.add_argument("instance", metavar="INSTANCE", help="its id, or its base URL")
+    add_admin_flags(removed)
+    runs(removed, remove, "kvferry instances remove b", "kvferry instances remove http://10.0.0.3:8001")
     undrained = add_action(actions, "undrain", "take an instance back that drains, as `kvferry drain --undo` does")
     undrained.add_argument("instance", metavar="INSTANCE", help="its id")
     add_admin_flags(undrained)
@@ -25,11 +33,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_instances(flags: argparse.Namespace) -> int:
-    instances = [instance(one) for one in entries(admin_client(flags).get("/admin/instances"), "instances")]
+    answer = admin_client(flags).get("/admin/instances")
+    instances = [instance(one) for one in entries(answer, "instances")]
+    known = {one["url"] for one in instances}
+    silent = [one for one in entries(answer, "addresses") if one.get("url") not in known]
     if flags.json:
-        print_json({"instances": instances})
+        print_json({"instances": instances, "addresses": entries(answer, "addresses")})
+        return Exit.OK
+    rows = [_row(one) for one in instances]
+    rows += [[None, "unknown", one.get("url"), one.get("source"), None, None, None, one.get("state")] for one in silent]
+    print_table(HEAD, rows)
+    return Exit.OK
+
+
+def add(flags: argparse.Namespace) -> int:
+    answer = admin_client(flags).ask("POST", "/admin/instances", {"url": flags.address})
+    if flags.json:
+        print_json(answer)
     else:
-        print_table(HEAD, [_row(one) for one in instances])
+        print_sentence(f"{answer.get('url')} is followed by all gateways from now on.")
+    return Exit.OK
+
+
+def remove(flags: argparse.Namespace) -> int:
+    """By its URL too: an address at which nothing has ever answered has no id."""
+    client = admin_client(flags)
+    if "://" in flags.instance:
+        answer = client.ask("DELETE", "/admin/instances", {"url": flags.instance})
+    else:
+        answer = client.ask("DELETE", f"/admin/instances/{segment(flags.instance)}")
+    if flags.json:
+        print_json(answer)
+    else:
+        print_sentence(f"{answer.get('url')} gets nothing new, and is forgotten once nothing runs there.")
     return Exit.OK
 
 
@@ -55,6 +91,7 @@ def instance(answer: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": answer.get("id"),
         "url": answer.get("url"),
+        "source": answer.get("source"),
         "state": _state(answer),
         "reason": answer.get("reason"),
         "models": answer.get("models") or [],
@@ -98,4 +135,13 @@ def _blocks_used(report: dict[str, Any], load: dict[str, Any], total: Any) -> in
 def _row(one: dict[str, Any]) -> list[object]:
     age_ms = one["report_age_ms"]
     age = None if age_ms is None else f"{age_ms / 1000:.1f} s"
-    return [one["id"], one["state"], one["url"], ", ".join(one["models"]), version(one), age, one["reason"]]
+    return [
+        one["id"],
+        one["state"],
+        one["url"],
+        one["source"],
+        ", ".join(one["models"]),
+        version(one),
+        age,
+        one["reason"],
+    ]

@@ -1,20 +1,17 @@
-"""``kvferry requests``: what runs, what has just ended, and one of them with its moves."""
+"""``kvferry requests``: what runs, what has just ended, one of them with its moves, and an end to it."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
 from typing import Any
 
 from gateway.cli.arguments import add_action, add_actions, add_admin_flags, runs
-from gateway.cli.client import AdminClient, admin_client
-from gateway.cli.exits import CommandFailed, Exit
-from gateway.cli.output import entries, print_json, print_table
+from gateway.cli.client import admin_client, segment
+from gateway.cli.exits import Exit
+from gateway.cli.output import entries, print_json, print_sentence, print_table
 
-HEAD = ("REQUEST", "STATE", "INSTANCE", "MODEL", "PATH", "TOKENS", "MOVES")
+HEAD = ("REQUEST", "STATE", "INSTANCE", "GATEWAY", "MODEL", "PATH", "TOKENS", "MOVES")
 MOVES_HEAD = ("MOVE", "KIND", "FROM", "TO", "TOKENS", "PAUSE")
-RESPONSE_PREFIXES = ("chatcmpl-", "cmpl-")
-"""What vLLM puts before the id in a reply."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,25 +24,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("request", metavar="REQUEST", help="its id, or that of its reply (chatcmpl-...)")
     add_admin_flags(one)
     runs(one, show_request, "kvferry requests show 6f1c0a9e")
+    cancelled = add_action(actions, "cancel", "end a running request with an error to its client")
+    cancelled.add_argument("request", metavar="REQUEST", help="its id, or that of its reply (chatcmpl-...)")
+    add_admin_flags(cancelled)
+    runs(cancelled, cancel_request, "kvferry requests cancel 6f1c0a9e")
 
 
 def list_requests(flags: argparse.Namespace) -> int:
-    running, recent = _all(admin_client(flags))
+    """Those of all gateways, whichever is asked."""
+    answer = admin_client(flags).get("/admin/requests")
+    running, recent = entries(answer, "requests"), entries(answer, "recent")
     if flags.json:
-        print_json({"requests": running, **({"recent": recent} if flags.recent else {})})
-    else:
-        print_table(HEAD, [_row(one) for one in [*running, *(recent if flags.recent else [])]])
+        complete = {"complete": bool(answer.get("complete"))}
+        print_json({"requests": running, **({"recent": recent} if flags.recent else {}), **complete})
+        return Exit.OK
+    print_table(HEAD, [_row(one) for one in [*running, *(recent if flags.recent else [])]])
+    if not answer.get("complete"):
+        print_sentence("Not all gateways have answered with all that they have.")
     return Exit.OK
 
 
 def show_request(flags: argparse.Namespace) -> int:
-    request_id = flags.request
-    for prefix in RESPONSE_PREFIXES:
-        request_id = request_id.removeprefix(prefix)
-    running, recent = _all(admin_client(flags))
-    found = next((one for one in [*running, *recent] if one.get("id") == request_id), None)
-    if found is None:
-        raise CommandFailed(Exit.FAILED, f"No request `{flags.request}` is running or has ended lately there.")
+    found = admin_client(flags).get(f"/admin/requests/{segment(flags.request)}")
     if flags.json:
         print_json(found)
         return Exit.OK
@@ -56,24 +56,17 @@ def show_request(flags: argparse.Namespace) -> int:
     return Exit.OK
 
 
-def _all(client: AdminClient) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Running and recent ones of every gateway that answers."""
-    answers = client.get_each("/admin/requests")
-    there = [answer for _, answer in answers if not isinstance(answer, CommandFailed)]
-    if not there:
-        failures = [answer for _, answer in answers if isinstance(answer, CommandFailed)]
-        raise CommandFailed(failures[0].status, " ".join(failure.message for failure in failures))
-    running = _once(one for answer in there for one in entries(answer, "requests"))
-    return running, _once(one for answer in there for one in entries(answer, "recent"))
-
-
-def _once(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Several addresses may lead to one gateway."""
-    return list({str(one.get("id")): one for one in found}.values())
+def cancel_request(flags: argparse.Namespace) -> int:
+    answer = admin_client(flags).ask("DELETE", f"/admin/requests/{segment(flags.request)}")
+    if flags.json:
+        print_json(answer)
+    else:
+        print_sentence(f"{answer.get('request')} is cancelled: its client is told so.")
+    return Exit.OK
 
 
 def _row(one: dict[str, Any]) -> list[object]:
-    columns = [one.get(name) for name in ("id", "state", "instance", "model", "path", "output_tokens")]
+    columns = [one.get(name) for name in ("id", "state", "instance", "gateway", "model", "path", "output_tokens")]
     return [*columns, len(one.get("moves") or [])]
 
 

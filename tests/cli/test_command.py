@@ -14,8 +14,8 @@ from gateway.cli.command import COMMANDS, main, parser_for, with_default_action
 from tests.test_config import GOOD
 
 LEAVES = (
-    *("serve", "status", "instances list", "instances undrain", "requests list", "requests show"),
-    *("migrate", "drain", "keys new"),
+    *("serve", "status", "instances list", "instances undrain", "instances add", "instances remove"),
+    *("requests list", "requests show", "requests cancel", "migrate", "drain", "keys new"),
 )
 HEAVY = ("uvicorn", "redis", "fastapi", "httpx", "rich", "asyncio")
 IMPORTED = f"""

@@ -38,27 +38,64 @@ async def test_requests_are_listed_and_shown(start_gateway: StartGateway, kvferr
         a.script = starts_and_waits
         async with waiting_request(running) as request_id:
             ran = await kvferry("requests", url=running.url)
-            assert ran.rows[0] == ["REQUEST", "STATE", "INSTANCE", "MODEL", "PATH", "TOKENS", "MOVES"]
+            assert ran.rows[0] == ["REQUEST", "STATE", "INSTANCE", "GATEWAY", "MODEL", "PATH", "TOKENS", "MOVES"]
             assert [row[:3] for row in ran.rows[1:]] == [[request_id, "running", "a"]]
             assert [row[1] for row in (await kvferry("requests", "--recent")).rows[1:]] == ["running", "done"]
             (one,) = (await kvferry("requests", "--json")).json["requests"]
             assert set(one) >= REQUEST_KEYS
-            assert set((await kvferry("requests", "list", "--recent", "--json")).json) == {"requests", "recent"}
+            assert set((await kvferry("requests", "list", "--recent", "--json")).json) == {
+                "requests",
+                "recent",
+                "complete",
+            }
             for name in (request_id, f"chatcmpl-{request_id}"):
                 assert (await kvferry("requests", "show", name, "--json")).json["id"] == request_id
             assert (await kvferry("requests", "show", request_id)).rows[1][0] == request_id
             assert "`x`" in (await kvferry("requests", "show", "x")).fails(1)
 
 
-async def test_requests_of_several_gateways_are_listed_together_and_once(
+async def test_any_gateway_lists_shows_and_cancels_the_requests_of_all(
     start_gateway: StartGateway, kvferry: Kvferry
 ) -> None:
     async with instances("a") as (a,), start_gateway(a) as one, start_gateway(a) as other:
         a.script = starts_and_waits
         async with waiting_request(one) as first, waiting_request(other) as second:
-            urls = f"{one.url},{other.url},{one.url.replace('127.0.0.1', 'localhost')},http://127.0.0.1:{free_port()}"
-            listed = (await kvferry("requests", "--json", url=urls)).json["requests"]
-            assert [request["id"] for request in listed] == [first, second]
+
+            async def lists_both() -> bool:
+                listed = (await kvferry("requests", "--json", url=one.url)).json
+                ids = {request["id"] for request in listed["requests"]}
+                return listed["complete"] is True and ids == {first, second}
+
+            await until_true(lists_both)
+            shown = (await kvferry("requests", "show", second, "--json")).json
+            assert (shown["id"], shown["gateway"]) == (second, other.gateway.gateway_id)
+            ran = await kvferry("requests", "cancel", second)
+            assert (ran.status, ran.out) == (0, f"{second} is cancelled: its client is told so.\n")
+            await until(lambda: not other.gateway.sessions.live())
+            assert f"`{second}`" in (await kvferry("requests", "cancel", second, "--json")).fails(1)
+            assert [request["id"] for request in one.gateway.sessions.live()] == [first]
+
+
+async def test_an_instance_is_added_and_removed_by_its_id_or_its_url(
+    start_gateway: StartGateway, kvferry: Kvferry
+) -> None:
+    gone = f"http://127.0.0.1:{free_port()}"
+    async with instances("a", "b") as (a, b), start_gateway(a) as running:
+        ran = await kvferry("instances", "add", f"{b.url}/", url=running.url)
+        assert (ran.status, ran.out) == (0, f"{b.url} is followed by all gateways from now on.\n")
+        assert (await kvferry("instances", "add", gone, "--json")).json == {"url": gone, "source": "added"}
+        await until(lambda: running.gateway.members.get("b"))
+        answer = (await kvferry("instances", "--json")).json
+        assert [(one["id"], one["source"]) for one in answer["instances"]] == [("a", "listed"), ("b", "added")]
+        assert [one["url"] for one in answer["addresses"]] == [a.url, b.url, gone]
+        assert [row[:3] for row in (await kvferry("instances")).rows[-1:]] == [["-", "unknown", gone]]
+        assert (await kvferry("instances", "remove", "b")).status == 0
+        ran = await kvferry("instances", "remove", gone)
+        assert (ran.status, ran.out) == (0, f"{gone} gets nothing new, and is forgotten once nothing runs there.\n")
+        await until(lambda: not running.gateway.members.get("b"))
+        assert [row[0] for row in (await kvferry("instances")).rows[1:]] == ["a"]
+        assert "`b`" in (await kvferry("instances", "remove", "b")).fails(1)
+        (await kvferry("instances", "add", "10.0.0.3:8001")).fails(1)
 
 
 async def test_what_clients_have_named_cannot_write_to_the_terminal(

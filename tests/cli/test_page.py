@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import shlex
 from pathlib import Path
@@ -41,12 +40,13 @@ async def test_every_command_of_the_page_runs_as_printed(
     async def move(order: wire.MigrateOrder) -> tuple[int, object]:
         return 200, result(order)
 
-    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+    async with instances("a", "b", "c") as (a, b, c), start_gateway(a, b) as running:
         a.migrate, a.script = move, silent
 
         async def run(lines: list[str], request_id: str) -> None:
             for line in lines:
-                arguments = [request_id if one == "$REQUEST" else one for one in shlex.split(line)[1:]]
+                stand_for = {"$REQUEST": request_id, "http://10.0.0.3:8001": c.url}
+                arguments = [stand_for.get(one, one) for one in shlex.split(line)[1:]]
                 if arguments[0] == "serve" and "--check" not in arguments:
                     arguments.append("--check")
                 ran = await kvferry(*arguments, url=running.url)
@@ -56,10 +56,12 @@ async def test_every_command_of_the_page_runs_as_printed(
         request_id = (await a.exchange()).request.headers[wire.REQUEST_ID_HEADER]
         lines = [line for line in LINES if "--watch" not in line]
         drains = [line for line in lines if "drain" in line]
-        await run([line for line in lines if line not in drains], request_id)
+        ends = [line for line in lines if re.search("cancel|add|remove", line)]
+        assert ends[-1].startswith("kvferry requests cancel")
+        await run([line for line in lines if line not in (*drains, *ends)], request_id)
         # With that request on it no drain would end.
-        chatting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await chatting
+        await run(ends[-1:], request_id)
+        assert (await chatting).status_code >= 400
         await until(lambda: not running.gateway.sessions.live())
         await run(drains, request_id)
+        await run(ends[:-1], request_id)

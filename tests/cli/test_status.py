@@ -19,7 +19,7 @@ from tests.conftest import ADMIN_KEY, Running, StartGateway, until, until_true
 from tests.fake_instance import FakeInstance, instances, metrics_page
 
 INSTANCE_KEYS = {
-    *("id", "url", "state", "reason", "models", "freeness_steps", "requests_running", "requests_waiting"),
+    *("id", "url", "source", "state", "reason", "models", "freeness_steps", "requests_running", "requests_waiting"),
     *("blocks_total", "blocks_used", "step_ms", "report_age_ms", "plugin_version", "vllm_version", "boot_id"),
 }
 """Scripts read them: docs/cli.md."""
@@ -54,6 +54,7 @@ async def test_status_shows_each_instance_and_who_leads(start_gateway: StartGate
         assert seen["instances"][0] | {"report_age_ms": 0} == {
             "id": "a",
             "url": a.url,
+            "source": "listed",
             "state": "ready",
             "reason": None,
             "models": list(a.models),
