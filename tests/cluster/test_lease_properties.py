@@ -172,12 +172,14 @@ class Leases(RuleBasedStateMachine):
     @contextmanager
     def as_gateway(self, number: int) -> Iterator[None]:
         """What runs now reads this gateway's clock."""
-        before = store.time, leader_module.time
-        store.time = leader_module.time = cast(Any, self.clocks[number])
+        modules: list[Any] = [store, leader_module]
+        for module in modules:
+            module.time = self.clocks[number]
         try:
             yield
         finally:
-            store.time, leader_module.time = before
+            for module in modules:
+                module.time = time
 
     def turn(self, number: int) -> None:
         with self.as_gateway(number):
