@@ -178,13 +178,14 @@ async def test_a_lease_that_was_over_before_its_grant_was_read_orders_nothing() 
     assert (executor.cancelled, store.published, leader.is_leading) == (0, 0, False)
 
 
-async def test_a_leader_whose_snapshot_is_refused_leads_no_more() -> None:
-    store = Leases(0.9)
-    leader = leader_of(store, Slow())
+class PassedOn(Leases):
+    """The lease is another's by the time that anything is written in its name."""
 
-    async def refuse(*_: object) -> bool:
+    async def publish_snapshot(self, lease: Lease, snapshot: object, number: int) -> bool:
         return False
 
-    store.publish_snapshot = refuse  # type: ignore[method-assign]
+
+async def test_a_leader_whose_snapshot_is_refused_leads_no_more() -> None:
+    leader = leader_of(PassedOn(0.9), Slow())
     await leader.tick()
     assert not leader.is_leading

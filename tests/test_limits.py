@@ -167,6 +167,29 @@ async def test_the_places_of_a_gateway_that_has_died_lapse_and_those_of_a_living
         assert isinstance(await other.admit(held, limits, new_id(), 0), Place)
 
 
+async def test_a_count_that_redis_loses_while_requests_run_is_right_again_and_never_negative(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F52: one that only went up and down would be below nothing from then on, and let everything in."""
+    monkeypatch.setattr(keys, "LIMIT_PLACE_RENEWAL_S", 0.0)
+    limits, name = KeyLimits(concurrent_requests=5), new_id()
+    async with gateways(redis_url, 2) as (one, other):
+        places = [place for _ in range(5) if isinstance(place := await one.admit(name, limits, new_id(), 0), Place)]
+        await other._store._redis.delete(keys.limit_running(name))
+        await one.release_and_wait(places.pop(), 0)
+
+        async def right_again() -> bool:
+            await one.tick()
+            return bool(await other._store._redis.zcard(keys.limit_running(name)) == 4)
+
+        await until_true(right_again, 20)
+        assert isinstance(await other.admit(name, limits, new_id(), 0), Place)
+        assert isinstance(await other.admit(name, limits, new_id(), 0), Refused)
+        for place in places:
+            await one.release_and_wait(place, 0)
+        assert await other._store._redis.zcard(keys.limit_running(name)) == 1
+
+
 async def test_a_client_that_leaves_while_redis_is_asked_leaves_no_place_behind(redis_url: str) -> None:
     async with gateways(redis_url, 2) as (one, two):
         name, limits = new_id(), KeyLimits(concurrent_requests=1)

@@ -8,8 +8,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
@@ -94,12 +94,12 @@ async def failed_over(server: RedisServer, proxy: CuttingProxy) -> AsyncIterator
     with RedisServer(environment={"PATH": os.environ["PATH"]}) as successor:
         proxy.target_port = port_of(successor)
         async with redis.Redis.from_url(server.url) as client:
-            await client.execute_command("REPLICAOF", "127.0.0.1", port_of(successor))
+            await cast(Awaitable[Any], client.replicaof("127.0.0.1", port_of(successor)))
         yield
         await until_true(lambda: found_at(successor), RECOVERY_S)
         proxy.target_port = port_of(server)
         async with redis.Redis.from_url(server.url) as client:
-            await client.execute_command("REPLICAOF", "NO", "ONE")
+            await cast(Awaitable[Any], client.replicaof("NO", "ONE"))
     proxy.cut()
 
 

@@ -9,8 +9,8 @@ when its own time has come, and may lose all that it holds.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import pytest
 import redis
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -39,6 +39,8 @@ LEASE_S = 1_000.0
 DRIFT_MAX = 0.04
 """A tenth of a lease is the margin (store.LEASE_MARGIN): clocks may differ by less."""
 GATEWAYS = 3
+SHARES = (0.0, 0.05, 0.45, 0.98, 1.02)
+"""Of a lease: just before its end and just after it is where clocks that differ would show."""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +155,7 @@ class Leases(RuleBasedStateMachine):
             for number in range(GATEWAYS)
         ]
         self.ticks: list[asyncio.Task[None] | None] = [None] * GATEWAYS
+        self.late: list[Message] = []
         self.lost_until = 0.0
         self.snapshot = (0, 0)
         self.sequence = 1
@@ -170,35 +173,32 @@ class Leases(RuleBasedStateMachine):
     @contextmanager
     def as_gateway(self, number: int) -> Iterator[None]:
         """What runs now reads this gateway's clock."""
-        before = store.time, leader_module.time
-        store.time = leader_module.time = cast(Any, self.clocks[number])
+        modules: list[Any] = [store, leader_module]
+        for module in modules:
+            module.time = self.clocks[number]
         try:
             yield
         finally:
-            store.time, leader_module.time = before
+            for module in modules:
+                module.time = time
 
     def turn(self, number: int) -> None:
         with self.as_gateway(number):
             for _ in range(5):
                 self.loop.run_until_complete(asyncio.sleep(0))
 
-    @rule(number=st.integers(0, GATEWAYS - 1))
-    def tick(self, number: int) -> None:
+    def begin(self, number: int) -> asyncio.Task[None]:
         """One that still waits for an answer begins no other."""
         tick = self.ticks[number]
         if tick is None or tick.done():
-            self.ticks[number] = self.loop.create_task(self.leaders[number].tick())
+            tick = self.ticks[number] = self.loop.create_task(self.leaders[number].tick())
         self.turn(number)
+        return tick
 
-    @rule(index=st.integers(0, 100), twice=st.booleans(), answered=st.booleans())
-    def deliver(self, index: int, twice: bool, answered: bool) -> None:
-        """``twice``: it stays on its way, and comes again later. Without an answer its sender gives up waiting."""
-        if not self.world.messages:
-            return
-        message = self.world.messages[index % len(self.world.messages)]
-        if not twice:
-            self.world.messages.remove(message)
+    def deliver(self, message: Message, answered: bool = True) -> None:
+        """It may come again. Without an answer its sender gives up waiting."""
         result = message.arrive()
+        self.late.append(message)
         if not message.answer.done():
             if answered:
                 message.answer.set_result(result)
@@ -206,14 +206,33 @@ class Leases(RuleBasedStateMachine):
                 message.answer.set_exception(StoreUnavailable("the test has lost the answer"))
         self.turn(message.sender)
 
-    @rule(steps=st.integers(1, 100))
-    def deliver_what_is_there(self, steps: int) -> None:
-        for _ in range(steps):
-            if not self.world.messages:
-                return
-            self.deliver(0, False, True)
+    @rule(number=st.integers(0, GATEWAYS - 1), rounds=st.integers(1, 3), share=st.sampled_from(SHARES))
+    def rounds_that_go_well(self, number: int, rounds: int, share: float) -> None:
+        """After some time in which nothing happened."""
+        self.time_goes_on(share)
+        for _ in range(rounds):
+            tick = self.begin(number)
+            while not tick.done():
+                message = next(one for one in self.world.messages if one.sender == number)
+                self.world.messages.remove(message)
+                self.deliver(message)
 
-    @rule(share=st.sampled_from([0.01, 0.1, 0.3, 0.5, 0.9, 1.1]))
+    @rule(number=st.integers(0, GATEWAYS - 1))
+    def a_round_begins(self, number: int) -> None:
+        self.begin(number)
+
+    @rule(index=st.integers(0, 10), answered=st.booleans())
+    def a_message_arrives(self, index: int, answered: bool) -> None:
+        if self.world.messages:
+            self.deliver(self.world.messages.pop(index % len(self.world.messages)), answered)
+
+    @rule(count=st.integers(1, 8))
+    def messages_come_again(self, count: int) -> None:
+        """Out of buffers, the last one first, when their senders have long sent others or have given up."""
+        for message in reversed(self.late[-count:]):
+            message.arrive()
+
+    @rule(share=st.sampled_from(SHARES))
     def time_goes_on(self, share: float) -> None:
         self.world.now_s += share * LEASE_S
         if self.world.now_s >= self.world.ends_at:
@@ -228,9 +247,11 @@ class Leases(RuleBasedStateMachine):
             changes = {"requests_running": 4, "fence": self.world.fence, "sequence": self.sequence}
             members.reported(wire.Report.from_json(fake.report() | changes), self.clocks[number].monotonic())
 
-    @rule()
-    def redis_loses_its_memory(self) -> None:
+    @rule(really=st.integers(0, 9))
+    def redis_loses_its_memory(self, really: int) -> None:
         """For one lease there may be two that believe they lead: the instance decides between them."""
+        if really:  # Seldom: most of what is to be seen needs its memory.
+            return
         self.client.delete(keys.LEADER, keys.LEADER_TOKEN, keys.SNAPSHOT)
         self.lost_until = self.world.now_s + 2 * LEASE_S
         self.snapshot = (0, 0)
@@ -259,11 +280,9 @@ class Leases(RuleBasedStateMachine):
         holder, number = cast(list[str | None], self.client.hmget(keys.SNAPSHOT, "holder", "number"))
         if holder is None or number is None:
             return
-        said = json.loads(cast(str, self.client.hget(keys.SNAPSHOT, "json")))
-        token = int(holder.rpartition(":")[2])
-        assert said["token"] == token
-        assert (token, int(number)) >= self.snapshot
-        self.snapshot = (token, int(number))
+        snapshot = int(holder.rpartition(":")[2]), int(number)
+        assert snapshot >= self.snapshot
+        self.snapshot = snapshot
 
 
 def test_one_leads_and_nothing_older_is_obeyed_or_published(redis_url: str) -> None:
@@ -271,7 +290,8 @@ def test_one_leads_and_nothing_older_is_obeyed_or_published(redis_url: str) -> N
         Leases.client = client
         profile = settings()
         examples = min(profile.max_examples, 1_000)
-        run_state_machine_as_test(Leases, settings=settings(profile, max_examples=examples, stateful_step_count=40))
+        run = settings(profile, max_examples=examples, stateful_step_count=40, phases=[Phase.explicit, Phase.generate])
+        run_state_machine_as_test(Leases, settings=run)  # Not made shorter when it fails: that takes minutes.
         client.delete(keys.LEADER, keys.LEADER_TOKEN, keys.SNAPSHOT)
 
 
