@@ -20,6 +20,7 @@ from gateway.openai.tokens import Tokens
 from gateway.policy.view import ModelGroup
 from gateway.serving.backend import Call
 from gateway.serving.visit import Visit
+from gateway.serving.waiting import Ticket
 
 GAPS_MAX = 512
 
@@ -45,6 +46,8 @@ class Session:
     body: GenerateBody
     meter: Meter = field(default_factory=Meter)
     visit: Visit = field(default_factory=Visit)
+    ticket: Ticket | None = None
+    """Its place among those that wait for room, from its first look for an instance on."""
     instance_id: str | None = None
     group: ModelGroup | None = None
     """What its model is where it began."""
