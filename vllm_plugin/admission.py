@@ -60,6 +60,8 @@ class Admission:
             return Room(0, 0)
         promised = port.blocks_unfinished() + (port.blocks_watermark if running else 0)
         for one in before:
+            if promised >= port.blocks_free:
+                return Room(0, port.requests_running_max - batch)  # Nor is a long queue looked at to its end.
             promised += port.blocks_missing(one)
         return room(
             port.blocks_free, promised, batch, port.requests_running_max, self.growth_tokens, port.block_size

@@ -102,6 +102,7 @@ class Server:
                 case NotAdmitted(busy):
                     self._members.leg_worked(leg.instance)
                     assert session.ticket is not None
+                    session.not_admitted()
                     self._waiting.was_busy(session.ticket, leg.instance, busy)
                     leg = await self._start(session, "restarted" if session.losses else "first")
                 case _:

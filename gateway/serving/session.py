@@ -174,6 +174,11 @@ class Session:
         self.instance_id = instance_id
         self._changed.set()
 
+    def not_admitted(self) -> None:
+        """It has not run where it was just sent."""
+        self.instance_id = None
+        self.visit.did_not_run()
+
     def end(self, outcome: str) -> None:
         self.outcome = outcome
         self._changed.set()

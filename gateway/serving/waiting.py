@@ -264,6 +264,7 @@ class Waiting:
             del line[ticket.request_id]
             if not line:
                 del self._lines[ticket.model]
+                self._yielded.pop(ticket.model, None)
             self._left.setdefault(ticket.model, set()).add(ticket.request_id)
             ticket.is_told = False
             ticket.chosen.cancel()

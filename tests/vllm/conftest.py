@@ -30,6 +30,8 @@ async def stack(corruption_flag: Path, request: pytest.FixtureRequest) -> AsyncI
         instances=2,
         vllm_arguments=[*SERVER_ARGUMENTS, "--worker-extension-cls", "tests.vllm.corrupting.CorruptingExtension"],
         vllm_environment={CORRUPT_VARIABLE: str(corruption_flag), "PYTHONPATH": str(ROOT)},
+        # Tests that move requests out of a server's queue need it to have one; test_admission.py has its own gateway.
+        gateway_environment={"KVFERRY_LATE_BINDING": "off"},
     ) as stack:
         request.session.stash[SHARED_STACK] = stack
         yield stack

@@ -142,6 +142,18 @@ def test_the_report_says_what_there_is_room_for(ask: Asking, bench: Bench) -> No
     assert (report["room_blocks"], report["room_places"]) == (8, 3)
 
 
+def test_a_long_queue_is_not_looked_at_to_its_end(bench: Bench) -> None:
+    """Ten reports a second are made on the engine's own thread."""
+    bench.port.requests_running_max = 10_000
+    for index in range(200):
+        bench.queue(bench.request(f"r{index}"))
+    looked_at: list[Any] = []
+    needs = bench.port.blocks_missing
+    bench.port.blocks_missing = lambda request: (looked_at.append(request), needs(request))[1]  # type: ignore[method-assign]
+    assert bench.do("report")["room_blocks"] == 0
+    assert len(looked_at) <= BLOCKS
+
+
 def test_refusals_that_nobody_asks_for_are_bounded(ask: Asking, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_plugin.admission.REFUSED_KEPT", 3)
     bench.port.is_paused = True
