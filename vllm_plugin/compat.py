@@ -156,12 +156,12 @@ class EnginePort:
     @property
     def is_paused(self) -> bool:
         """Asleep, or told to start nothing new."""
-        return self._scheduler.pause_state != PauseState.UNPAUSED
+        return bool(self._scheduler.pause_state != PauseState.UNPAUSED)
 
     @property
     def orders_by_priority(self) -> bool:
         """``--scheduling-policy priority``: else a queue is served in the order of arrival, whatever the classes."""
-        return self._scheduler.policy == SchedulingPolicy.PRIORITY
+        return bool(self._scheduler.policy == SchedulingPolicy.PRIORITY)
 
     @property
     def blocks_watermark(self) -> int:

@@ -181,11 +181,15 @@ class SharedOrder:
         try:
             if not await self._comes_in_time(asking):
                 self._asking = asking
-                return self._trip("no answer in time")
+                self._trip("no answer in time")
+                return None
         except asyncio.CancelledError:
             asking.cancel()
             raise
-        return asking.result() if self._succeeded(asking) else self._trip(str(asking.exception()))
+        if not self._succeeded(asking):
+            self._trip(str(asking.exception()))
+            return None
+        return asking.result()
 
     async def _comes_in_time(self, asking: asyncio.Task[list[Any]]) -> bool:
         look_s, counted = self._budget_s / LOOKS, 0

@@ -162,10 +162,16 @@ def test_refusals_that_nobody_asks_for_are_bounded(ask: Asking, bench: Bench, mo
     assert list(bench.agent.admission.refused) == ["e7", "e8", "e9"]
 
 
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"} | dict.fromkeys(
-    ("hidden_size", "intermediate_size", "vocab_size"), 64
-)
-SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1, "max_position_embeddings": 4096}
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "float32",
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64),
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 4096,
+}
 
 
 class Stock:
@@ -181,7 +187,7 @@ class Stock:
 
         from vllm_plugin.scheduler import KvferryScheduler
 
-        (directory / "config.json").write_text(json.dumps(CONFIG | SHAPE))
+        (directory / "config.json").write_text(json.dumps(CONFIG))
         cache = CacheConfig(block_size=16, enable_prefix_caching=True)
         cache.num_gpu_blocks = 20
         config = VllmConfig(
