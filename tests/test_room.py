@@ -114,10 +114,14 @@ async def wait_in_turn(running: Running, *people: tuple[str, PriorityClass]) -> 
     return tasks
 
 
-async def drained(engine: Engine, count: int) -> list[str]:
-    """Lets each request go once it has started; the order in which they did."""
+async def drained(engine: Engine, count: int, *gateways: Running) -> list[str]:
+    """Lets each request go once it has started; the order in which they did. ``gateways``: each knows then that the
+    engine is full, and all that have not started wait, with no answer that they are to wait still on its way."""
     for index in range(count):
         await until(lambda index=index: len(engine.started) > index)  # type: ignore[misc]
+        for running in gateways:
+            await until_true(lambda index=index: told(running, count - index - 1))  # type: ignore[misc]  # noqa: B023
+            await heard(running, engine)
         if engine.started[index] in engine.running:
             engine.let_go(engine.started[index])
         await until(lambda index=index: engine.started[index] not in engine.running)  # type: ignore[misc]
@@ -208,7 +212,10 @@ async def test_who_waits_is_served_by_class_and_then_by_age(start_gateway: Start
         assert engine.refused == []
 
 
-async def test_two_gateways_over_one_redis_keep_one_order(start_gateway: StartGateway) -> None:
+async def test_two_gateways_over_one_redis_keep_one_order(
+    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "YIELD_S", 60)
     async with (
         instances("a") as (a,),
         start_gateway(a, budgets=PATIENT) as one,
@@ -223,7 +230,7 @@ async def test_two_gateways_over_one_redis_keep_one_order(start_gateway: StartGa
         for running, name, priority in [*turns, (two, "h2", HIGH)]:
             tasks += await wait_in_turn(running, (name, priority))
             await until_true(lambda: told(one, len(tasks) - 1))  # noqa: B023
-        order = await drained(engine, 7)
+        order = await drained(engine, 7, one, two)
         assert order == ["first", "h1", "h2", "n1", "n2", "n3", "l1"]
         assert {(await task).status_code for task in tasks} == {200}
 
@@ -233,7 +240,10 @@ async def told(running: Running, count: int) -> bool:
     return await running.gateway.store._redis.zcard(keys.waiting_order(MODEL)) == count
 
 
-async def test_a_newcomer_does_not_overtake_those_that_wait_elsewhere(start_gateway: StartGateway) -> None:
+async def test_a_newcomer_does_not_overtake_those_that_wait_elsewhere(
+    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "YIELD_S", 60)
     async with (
         instances("a") as (a,),
         start_gateway(a, budgets=PATIENT) as one,
@@ -252,7 +262,8 @@ async def test_a_newcomer_does_not_overtake_those_that_wait_elsewhere(start_gate
         late = ask(two, "late")
         await until(lambda: in_line(two))
         engine.report()
-        assert await drained(engine, 4) == ["first", "n1", "n2", "late"]
+        del engine.started[0]
+        assert await drained(engine, 3, one, two) == ["n1", "n2", "late"]
         assert {(await task).status_code for task in [first, *tasks, late]} == {200}
 
 

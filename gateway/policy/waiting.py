@@ -57,6 +57,10 @@ class Site:
     """0: not known, and any prompt fits."""
     free_blocks: float
     batch: int
+    queued: int = 0
+    """Requests that wait there, in its own queue."""
+    says_room: bool = True
+    """By its own word; else it is taken to have room until it is full."""
 
     @property
     def freeness_steps(self) -> float:
@@ -89,12 +93,14 @@ def site(instance: InstanceView, sent: Sent) -> Site:
     batch = instance.requests_running + instance.requests_waiting + sent.requests
     free = instance.blocks_total - usage
     if instance.room_blocks is None:
-        is_open = not instance.load_known or (free > 0 and queue_length(instance, sent) == 0)
+        queued = queue_length(instance, sent)
+        is_open = not instance.load_known or (free > 0 and queued == 0)
         open_room = Room(0, PLACES_UNKNOWN if is_open else 0)
-        return Site(instance.instance_id, open_room, instance.block_size, 0, free, batch)
+        return Site(instance.instance_id, open_room, instance.block_size, 0, free, batch, queued, says_room=False)
     blocks = instance.room_blocks - (-(-sent.tokens // instance.block_size))
     left = Room(blocks, instance.room_places - sent.requests)
-    return Site(instance.instance_id, left, instance.block_size, instance.blocks_total, free, batch)
+    queued = instance.requests_waiting  # Nothing is sent there to wait, so what is on its way does not count.
+    return Site(instance.instance_id, left, instance.block_size, instance.blocks_total, free, batch, queued)
 
 
 @dataclass(frozen=True, slots=True)

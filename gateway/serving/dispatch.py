@@ -12,7 +12,7 @@ from gateway.cluster.members import Instance, Members
 from gateway.errors import NoInstance, NotFound, Overloaded
 from gateway.policy.dispatch import Sent, choose_instance, queue_length, usable_instances
 from gateway.policy.view import ClusterView, InstanceView, ModelGroup
-from gateway.policy.waiting import Room, Site, Waiter, best_site, site
+from gateway.policy.waiting import Room, Site, site
 from gateway.wire import Busy
 
 REPORT_LAG_S = 0.25
@@ -86,24 +86,16 @@ class Dispatcher:
         view, sent = self._members.view(now), self._sent(now, ROOM_LAG_S)
         return [self._site(one, sent[one.instance_id]) for one in usable_instances(view, model)]
 
-    def choose_with_room(self, model: str | None, waiter: Waiter) -> Instance | None:
-        """Where it can start now, by what is known here."""
-        best = best_site(waiter, self.sites(model))
-        return None if best is None else self._members.get(best.instance_id)
+    def check_depth(self, sites: Collection[Site], waiting: int) -> None:
+        """As for :meth:`choose`, where requests wait at the gateways: raises :class:`Overloaded`."""
+        waiting += sum(one.queued for one in sites)
+        is_full = all(self._in_flight[one.instance_id] >= self._requests_max for one in sites)
+        if sites and (waiting >= self._queue_max * len(sites) or is_full):
+            raise _overloaded()
 
-    def check_depth(self, model: str | None, exclude: Collection[str], waiting: int) -> None:
-        """Raises :class:`Overloaded` for a new request that would have to wait behind too many."""
-        now = time.monotonic()
-        sent = self._sent(now)
-        full = {one for one, here in sent.items() if here.in_flight >= self._requests_max}
-        # Nothing is sent to wait there, so what is on its way does not count as waiting.
-        unsent = {one: dataclasses.replace(here, requests=0) for one, here in sent.items()}
-        self._check_depth(self._members.view(now), model, unsent, exclude, full, waiting)
-
-    def binds_late(self, model: str | None, exclude: Collection[str]) -> bool:
-        """Whether an instance that would be used says for itself what it has room for."""
-        usable = usable_instances(self._members.view(time.monotonic()), model, exclude)
-        return any(one.room_blocks is not None for one in usable)
+    def binds_late(self) -> bool:
+        """Whether any instance says for itself what it has room for."""
+        return any(one.report is not None and one.report.room_blocks is not None for one in self._members.all())
 
     def models(self) -> list[str]:
         """All that an instance is known to serve."""

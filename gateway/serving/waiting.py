@@ -23,7 +23,7 @@ from gateway.cluster.order import PUT_AT_ONCE, Ask, Entry, Line, SharedOrder
 from gateway.counters import Counters
 from gateway.errors import GatewayError, NoInstance, Overloaded
 from gateway.policy.view import ModelGroup
-from gateway.policy.waiting import Site, Waiter, WaitingRules, allot
+from gateway.policy.waiting import Site, Waiter, WaitingRules, allot, best_site
 from gateway.serving.dispatch import Dispatcher
 from gateway.wire import Busy, PriorityClass
 
@@ -37,6 +37,9 @@ TRIES_AT_ONCE = 3
 """Instances that may say busy to one request before it waits in between."""
 BUSY_WAIT_S = 0.1
 BUSY_WAIT_S_MAX = 2.0
+LEAVE_S = 0.15
+"""Others see a request in the line for so long after it was sent off. Until their reports know of it, it is well that
+they leave room for it; and one that is told busy has not lost its place meanwhile."""
 YIELD_S = 1.0
 """So long room is left for another gateway's request that comes first. One that has not taken it by then is stuck."""
 GUESS_BYTES_PER_TOKEN = 6
@@ -107,8 +110,8 @@ class Waiting:
         self._waiters = 0
         self._lines: dict[str | None, dict[str, Ticket]] = {}
         """Own tickets by model, in the order in which they came."""
-        self._left: dict[str | None, set[str]] = {}
-        """Those that Redis is still to be told have left."""
+        self._left: dict[str | None, dict[str, float]] = {}
+        """Those that Redis is still to be told have left, and since when."""
         self._elsewhere: dict[str, int] = {}
         """Requests of other gateways that wait, by model, as of the last time that Redis was asked."""
         self._yielded: dict[str | None, dict[str, float]] = {}
@@ -125,14 +128,16 @@ class Waiting:
         """Where the request is to be sent now. Raises :class:`Overloaded` when too many wait or it has waited for too
         long, and else like :meth:`Dispatcher.choose`. Redis is not asked while there is room and nobody waits."""
         model, ticket.exclude = ticket.model, frozenset(exclude)
-        if not self._binds_late or not self._dispatcher.binds_late(model, exclude):
+        sites = self._sites(model, ticket.exclude)
+        if not any(one.says_room for one in sites):
             return await self.choose(model, exclude, is_new=is_new)
         if is_new and not ticket.busies:
-            self._dispatcher.check_depth(model, exclude, self.length(model))
-        may_try = ticket.busies < TRIES_AT_ONCE and not self.length(model)
-        if may_try and (instance := self._dispatcher.choose_with_room(model, ticket.waiter(time.monotonic()))):
-            self._note_wait(ticket)
-            return instance
+            self._dispatcher.check_depth(sites, self.length(model))
+        if ticket.busies < TRIES_AT_ONCE and not self.length(model):
+            best = best_site(ticket.waiter(time.monotonic()), sites)
+            if best is not None and (instance := self._dispatcher.instance(best.instance_id)) is not None:
+                self._note_wait(ticket)
+                return instance
         with self._place_in_line(ticket) as chosen:
             instance = await chosen
         self._note_wait(ticket)
@@ -192,6 +197,12 @@ class Waiting:
                 if time.monotonic() >= ends_at:
                     raise
 
+    def _sites(self, model: str | None, exclude: Collection[str]) -> list[Site]:
+        """None where requests are not bound late."""
+        if not self._binds_late or not self._dispatcher.binds_late():
+            return []
+        return [one for one in self._dispatcher.sites(model) if one.instance_id not in exclude]
+
     # What is asked of it.
 
     def length(self, model: str | None) -> int:
@@ -236,7 +247,7 @@ class Waiting:
 
     async def close(self) -> None:
         """Redis is told that nobody waits here any more."""
-        asks = [Ask(model or "", (), left) for model, left in self._left.items()]
+        asks = [Ask(model or "", (), list(left)) for model, left in self._left.items()]
         if asks:
             await self._order.look(asks)
         await self._order.close()
@@ -253,7 +264,7 @@ class Waiting:
         ticket.has_waited = True
         ticket.chosen = asyncio.get_running_loop().create_future()
         self._lines.setdefault(ticket.model, {})[ticket.request_id] = ticket
-        self._left.get(ticket.model, set()).discard(ticket.request_id)
+        ticket.is_told &= self._left.get(ticket.model, {}).pop(ticket.request_id, None) is not None
         self._waiters += 1
         self._news.set()
         try:
@@ -265,15 +276,14 @@ class Waiting:
             if not line:
                 del self._lines[ticket.model]
                 self._yielded.pop(ticket.model, None)
-            self._left.setdefault(ticket.model, set()).add(ticket.request_id)
-            ticket.is_told = False
+            self._left.setdefault(ticket.model, {})[ticket.request_id] = time.monotonic()
             ticket.chosen.cancel()
             self._news.set()
 
     async def _wait_for_news(self) -> None:
         has_something = bool(self._lines or self._left)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(QUIET_S if has_something else IDLE_S):
+            async with asyncio.timeout(LEAVE_S if self._left else QUIET_S if self._lines else IDLE_S):
                 await self._news.wait()
         self._news.clear()
         if not has_something and not self._lines:
@@ -316,9 +326,9 @@ class Waiting:
             tickets = [one for one in self._lines.get(model, {}).values() if one.is_open]
             put = [one.entry(now) for one in tickets if renews or not one.is_told][:PUT_AT_ONCE]
             could_start = _one_could_start(tickets, sites[model], now)
-            left = self._left.get(model, set())
+            left = [one for one, since in self._left.get(model, {}).items() if now - since >= LEAVE_S]
             if put or left or could_start:
-                asks[model] = Ask(model or "", put, frozenset(left))
+                asks[model] = Ask(model or "", put, left)
         return asks
 
     def _told(self, model: str | None, ask: Ask, line: Line) -> None:
@@ -327,11 +337,15 @@ class Waiting:
         for entry in ask.put:
             if (ticket := tickets.get(entry.request_id)) is not None:
                 ticket.is_told = True
-        left = self._left.get(model, set())
-        left -= set(ask.take_out)
+        left = self._left.get(model, {})
+        for request_id in ask.take_out:
+            left.pop(request_id, None)
+            if request_id in tickets:
+                tickets[request_id].is_told = False  # It has come back meanwhile.
         if not left:
             self._left.pop(model, None)
-        self._elsewhere[model or ""] = max(0, line.length - sum(ticket.is_told for ticket in tickets.values()))
+        ours = sum(ticket.is_told for ticket in tickets.values()) + len(left)
+        self._elsewhere[model or ""] = max(0, line.length - ours)
 
     def _start_some(self, model: str | None, sites: Sequence[Site], line: Line | None, now: float) -> None:
         own = self._lines.get(model, {})
