@@ -152,8 +152,8 @@ class Waiting:
             ticket.is_told = False
         ticket.busies += 1
         if ticket.busies >= TRIES_AT_ONCE:
-            wait_s = BUSY_WAIT_S * 2 ** (ticket.busies - TRIES_AT_ONCE)
-            ticket.not_before = time.monotonic() + min(wait_s, BUSY_WAIT_S_MAX)
+            wait_s = min(BUSY_WAIT_S * 2 ** min(ticket.busies - TRIES_AT_ONCE, 10), BUSY_WAIT_S_MAX)
+            ticket.not_before = time.monotonic() + wait_s
 
     def marks(self, instance: Instance, *, is_one_sequence: bool) -> bool:
         """Whether a request sent there is to be told at once if it cannot start. Of several sequences, some might."""

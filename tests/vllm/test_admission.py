@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway import wire
@@ -47,12 +48,31 @@ async def late_gateway(client: Client) -> AsyncIterator[tuple[Gateway, Client]]:
             await late.close()
 
 
-async def read(client: Client, **body: Any) -> Reply:
+async def read(response: httpx.Response, reply: Reply) -> None:
+    async for _ in events(response, reply):
+        pass
+
+
+async def run(client: Client, **body: Any) -> Reply:
     reply = Reply()
     async with client.stream(COMPLETIONS, **body) as response:
-        async for _ in events(response, reply):
-            pass
+        await read(response, reply)
     return reply
+
+
+@contextlib.asynccontextmanager
+async def filled(client: Client) -> AsyncIterator[None]:
+    """A stream that runs on meanwhile, and is left at the end."""
+    filling = Reply()
+    async with client.stream(COMPLETIONS, **FILLING) as response:
+        reading = asyncio.create_task(read(response, filling))
+        try:
+            await until(lambda: len(filling.tokens) >= 2, 60)
+            yield
+            assert not reading.done()
+        finally:
+            reading.cancel()
+            await asyncio.wait({reading})
 
 
 async def queued(client: Client) -> float:
@@ -64,20 +84,16 @@ async def queued(client: Client) -> float:
 async def test_what_does_not_fit_waits_at_the_gateway_and_starts_when_there_is_room(client: Client) -> None:
     alone = await client.run(COMPLETIONS, **NEXT, cache_salt="alone")
     async with late_gateway(client) as (gateway, late):
-        async with late.stream(COMPLETIONS, **FILLING) as response:
-            filling = Reply()
-            async for _ in events(response, filling):
-                if len(filling.tokens) == 2:
-                    break
-            running = asyncio.create_task(read(late, **NEXT, cache_salt="waits"))
+        async with filled(late):
+            running = asyncio.create_task(run(late, **NEXT, cache_salt="waits"))
             await until(lambda: sum(gateway.waiting.waiting_by_class().values()) == 1, 30)
             for _ in range(10):
                 assert await queued(client) == 0
                 assert len((await client.status("a"))["requests"]) == 1
                 await asyncio.sleep(0.05)
-            assert sum(gateway.waiting.waiting_by_class().values()) == 1
             await assert_refused_at_once(client)
             assert await queued(client) == 0
+            assert sum(gateway.waiting.waiting_by_class().values()) == 1
         assert_same(await running, alone)
 
 
