@@ -73,4 +73,4 @@ class Admission:
         if not self.port.orders_by_priority or other.priority <= request.priority:
             return True
         extra = other.sampling_params.extra_args if other.sampling_params is not None else None
-        return compat.ADMIT_KEY in (extra or {})
+        return bool(extra and compat.ADMIT_KEY in extra)

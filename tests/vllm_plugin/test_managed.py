@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import AsyncGenerator, MutableMapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,7 +83,7 @@ class Front:
         self.asked.append((operation, payload))
         return self.refusal
 
-    async def generate(self, _: Any, params: Any, external_id: str) -> Any:
+    async def generate(self, _: Any, params: Any, external_id: str) -> AsyncGenerator[Any, None]:
         self.params = params
         self.output_processor.external_req_ids[external_id] = ["internal"]
         self.output_processor.request_states["internal"] = SimpleNamespace(request_id="internal")
