@@ -17,6 +17,7 @@ from gateway.cluster.discovery import Discovery
 from gateway.cluster.limits import Limiter
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Members
+from gateway.cluster.order import SharedOrder
 from gateway.cluster.plain import LoadReader
 from gateway.cluster.pulse import Pulse
 from gateway.cluster.records import Records
@@ -44,7 +45,7 @@ from gateway.serving.relay import Relay
 from gateway.serving.reply import Reply, Send
 from gateway.serving.serve import Server
 from gateway.serving.session import Sessions
-from gateway.serving.waiting import Waiting
+from gateway.serving.waiting import TICK_S, Waiting, WaitingLimits
 from gateway.serving.watch import Watch
 from gateway.telemetry import cancel_all, log, run_forever
 from gateway.tracing import NO_TRACER, Tracer
@@ -93,7 +94,18 @@ class Gateway:
             self.targets.urls, self.members, self.llumlets, self.store, min(self._pulse_timeout_s, 1.0)
         )
         self.deadlines = Deadlines(settings.budgets.total_s)
-        waiting = Waiting(self.dispatcher, settings.budgets.instance_wait_s, limits.waiters, self.counters)
+        budgets = settings.budgets
+        self._order_store = Store(settings.redis_url)
+        waiting = self.waiting = Waiting(
+            self.dispatcher,
+            SharedOrder(self._order_store, self.gateway_id, budgets.order_s, self.counters),
+            self.gateway_id,
+            settings.waiting,
+            WaitingLimits(budgets.instance_wait_s, budgets.room_wait_s, limits.waiters),
+            self.counters,
+            binds_late=settings.late_binding,
+        )
+        self.members.on_report = waiting.wake
         self.backend = Backend(settings.secret, settings.upstream_api_key, settings.budgets)
         server = Server(
             self.members,
@@ -156,7 +168,7 @@ class Gateway:
         )
         self._watch = Watch(self.backend, self.members, settings.budgets, intervals.watch_s)
         self.metrics = MetricsPage(
-            self.counters, self.members, self.dispatcher, self.sessions, self.store, self.leader, seat
+            self.counters, self.members, self.dispatcher, waiting, self.sessions, self.store, self.leader, seat
         )
         metrics_keys = [key for key in (settings.metrics_key, settings.admin_key) if key and not settings.metrics_open]
         self._metrics_keys = Keys(metrics_keys, open_if_empty=settings.metrics_open)
@@ -201,6 +213,7 @@ class Gateway:
         self._run("leader", run_forever("leader", self.leader.tick, self._intervals.leader_tick_s, self.counters))
         self._run("drains", run_forever("drains", self._follow_drains, self._intervals.leader_tick_s, self.counters))
         self._run("metrics", run_forever("metrics", self._forget_gone, self._intervals.probe_s, self.counters))
+        self._run("waiting", run_forever("waiting", self.waiting.look, TICK_S, self.counters))
         self._run("watch", run_forever("watch", self._watch.look, self._intervals.watch_s, self.counters))
         log("started", gateway=self.gateway_id, instances_healthy=self.members.healthy_count())
 
@@ -216,6 +229,8 @@ class Gateway:
         await self.stored.close()
         await self.limiter.close()
         await self._limits_store.close()
+        await self.waiting.close()
+        await self._order_store.close()
         await self.backend.close()
         await self.llumlets.close()
         await self.store.close()

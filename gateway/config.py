@@ -20,6 +20,7 @@ from gateway.keys_file import read_keys_file
 from gateway.openai.caps import Caps, read_caps
 from gateway.policy.decide import Policy
 from gateway.policy.migration import MigrationSettings
+from gateway.policy.waiting import WaitingRules
 from gateway.shutdown import ShutdownSettings
 
 WORKERS_MAX = 256
@@ -47,6 +48,10 @@ class Budgets:
     """A client that has connected, until it has said what it wants: the head of a request."""
     instance_wait_s: float = 2.0
     """While none of a model's instances is usable."""
+    room_wait_s: float = 300.0
+    """While none of them has room."""
+    order_s: float = 0.1
+    """For Redis, to say who of those that wait comes first. Without an answer each gateway orders its own."""
     header_grace_s: float = 0.25
     """An instance that has said 200 but sent no event yet may still fail: that long the client's status can wait."""
     limits_s: float = 0.1
@@ -63,9 +68,10 @@ class Limits:
     requests_per_instance: int = 1024
     """Of one gateway at a time."""
     queue_per_instance: int = 256
-    """Requests that wait at a model's instances, on average: with more, new ones are turned away."""
-    waiters: int = 256
-    """Requests that may wait for an instance to become usable."""
+    """Requests that wait for a model, at its instances and at the gateways, for each of its usable instances: with
+    more, new ones are turned away."""
+    waiters: int = 4096
+    """Requests that may wait in one gateway, for an instance to become usable or to have room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,8 @@ class Settings:
     intervals: Intervals = field(default_factory=Intervals)
     health: HealthSettings = field(default_factory=HealthSettings)
     shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
+    late_binding: bool = True
+    waiting: WaitingRules = field(default_factory=WaitingRules)
     policy: Policy = Policy.LLUMNIX
     migration: MigrationSettings = field(default_factory=MigrationSettings)
 
@@ -146,6 +154,7 @@ FLAGS: tuple[tuple[str, str, str, str], ...] = (
     ("--log-format", "KVFERRY_LOG_FORMAT", "text", "text, or json: one object a line"),
     ("--metrics-key", "KVFERRY_METRICS_KEY", "", "key of /metrics; none: open on loopback, else the admin key"),
     ("--tracing", "KVFERRY_TRACING", "off", "off, or otlp: OpenTelemetry, set up by the OTEL_* variables"),
+    ("--late-binding", "KVFERRY_LATE_BINDING", "on", "requests wait here until an instance has room: on or off"),
     ("--policy", "KVFERRY_POLICY", "llumnix", "what the leader moves by itself: llumnix, or none"),
     ("--low-freeness-steps", "KVFERRY_LOW_FREENESS_STEPS", "160", "an instance below this moves requests away"),
     ("--high-freeness-steps", "KVFERRY_HIGH_FREENESS_STEPS", "480", "an instance above this takes them"),
@@ -162,9 +171,11 @@ _NUMBERS: tuple[tuple[str, str, str, str], ...] = (
     ("CLIENT_STUCK_TIMEOUT_S", "budgets", "client_stuck_s", "for a client that has stopped reading"),
     ("REDIS_BUDGET_S", "budgets", "limits_s", "for Redis, by a request that needs it"),
     ("INSTANCE_WAIT_S", "budgets", "instance_wait_s", "for one of a model's instances to become usable"),
+    ("ROOM_WAIT_S", "budgets", "room_wait_s", "for one of a model's instances to have room"),
+    ("AGED_AFTER_S", "waiting", "aged_s", "of waiting, after which the oldest request comes first"),
     ("REQUESTS_PER_INSTANCE_MAX", "limits", "requests_per_instance", "one gateway's requests at an instance at a time"),
     ("QUEUE_PER_INSTANCE_MAX", "limits", "queue_per_instance", "requests waiting per instance; then new ones get 503"),
-    ("WAITERS_MAX", "limits", "waiters", "requests that wait for a usable instance at a time"),
+    ("WAITERS_MAX", "limits", "waiters", "requests that wait in one gateway at a time"),
     ("SHUTDOWN_ACCEPT_S", "shutdown", "accept_s", "new requests are still taken after SIGTERM"),
     ("SHUTDOWN_GRACE_S", "shutdown", "grace_s", "after SIGTERM for requests under way to end"),
 )
@@ -224,6 +235,7 @@ def _settings(values: Mapping[str, str]) -> Settings:
         log_format=values["KVFERRY_LOG_FORMAT"].lower(),
         metrics_key=values["KVFERRY_METRICS_KEY"],
         tracing=values["KVFERRY_TRACING"].lower(),
+        late_binding=_switch("KVFERRY_LATE_BINDING", values["KVFERRY_LATE_BINDING"]),
         policy=_policy(values["KVFERRY_POLICY"]),
         migration=MigrationSettings(
             low_freeness_steps=_number("KVFERRY_LOW_FREENESS_STEPS", values["KVFERRY_LOW_FREENESS_STEPS"]),

@@ -62,7 +62,14 @@ FAMILIES = {
     "leader_tick_seconds": Family("One round of the leader.", (), _GAPS_S),
     "loop_failures": Family("Rounds of a background loop that failed of a bug.", ("loop",)),
     "report_streams_lost": Family("Connections for an instance's reports that ended."),
-    "requests_waited": Family("Requests that waited because no instance was usable."),
+    "requests_waited": Family("Requests that waited because no instance was usable, or none had room."),
+    "wait_seconds": Family(
+        "From a request's arrival to its start, of those that waited for room.", ("priority",), _FIRST_S
+    ),
+    "busy_answers": Family(
+        "Times that an instance did not let a request in that was to start there.", ("instance_id",)
+    ),
+    "waiting_looks": Family("Times that Redis was asked who of those that wait comes first."),
     "clients_stuck": Family("Clients whose connection was cut because they had stopped reading."),
     "limits_refused": Family("Requests that a key's limits refused, by which limit.", ("limit",)),
     "limits_applied_alone": Family("Requests decided by this gateway's own count, because Redis did not answer."),

@@ -25,6 +25,7 @@ from gateway.scheduler.leader import Leader
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.reply import Reply, Send
 from gateway.serving.session import Sessions
+from gateway.serving.waiting import Waiting
 from gateway.version import installed_version
 from gateway.worker_pages import Part, Seat, WorkerPages
 
@@ -65,6 +66,7 @@ GAUGES = {
     "instances_healthy": "Of those, the ones that answer and are not ejected.",
     "model_instances": "Instances that can take a request for the model now.",
     "requests_in_flight": "Generation requests under way.",
+    "requests_waiting": "Requests that wait here for an instance to have room, by priority class.",
     "leader": "Whether this gateway decides for all.",
     "redis_up": "Whether Redis answered the last command.",
     "redis_answer_age_seconds": "Time since Redis last answered; absent until it has.",
@@ -84,6 +86,7 @@ class MetricsPage:
         counters: Counters,
         members: Members,
         dispatcher: Dispatcher,
+        waiting: Waiting,
         sessions: Sessions,
         store: Store,
         leader: Leader,
@@ -93,6 +96,7 @@ class MetricsPage:
         self._counters = counters
         self._members = members
         self._dispatcher = dispatcher
+        self._waiting = waiting
         self._sessions = sessions
         self._store = store
         self._leader = leader
@@ -227,6 +231,8 @@ class MetricsPage:
         yield _gauge("instances_healthy", {(): self._members.healthy_count()})
         yield _gauge("model_instances", usable, ["model"])
         yield _gauge("requests_in_flight", {(): self._sessions.count()})
+        waiting = {(one.word,): float(count) for one, count in self._waiting.waiting_by_class().items()}
+        yield _gauge("requests_waiting", waiting, ["priority"])
         yield _gauge("leader", {(): float(self._leader.is_leading)})
         yield _gauge("redis_up", {(): float(self._store.up)})
         age_s = now - self._store.answered_at

@@ -30,7 +30,7 @@ from gateway.errors import (
 from gateway.large_bodies import LargeBodies
 from gateway.openai.body import ForwardBody, GenerateBody, read_body, read_forward_body
 from gateway.openai.dialects import Dialect
-from gateway.openai.terms import read_asked
+from gateway.openai.terms import Work, read_asked
 from gateway.openapi import openapi_page
 from gateway.serving.backend import Call
 from gateway.serving.form import read_form
@@ -181,6 +181,8 @@ class Routes:
             Call(incoming.request_id, endpoint.path, body.upstream, forwarded),
             endpoint.dialect,
             model=body.model,
+            priority_class=body.asked.priority_class,
+            needs_room=endpoint.work is Work.GENERATES,
             stream=body.stream,
             load_bytes=len(body.upstream),
             repeatable=body.repeatable,
@@ -200,7 +202,14 @@ class Routes:
         asked = read_asked({}, 0, self._admission.terms(incoming.key, headers))
         kept = (*_forwarded(headers), ("content-type", content_type))
         call = Call(incoming.request_id, incoming.endpoint.path, body, kept)
-        forward = Forward(call, incoming.endpoint.dialect, model=form.model, stream=form.stream)
+        forward = Forward(
+            call,
+            incoming.endpoint.dialect,
+            model=form.model,
+            priority_class=asked.priority_class,
+            needs_room=True,
+            stream=form.stream,
+        )
         async with self._admission.admitted(incoming.key, incoming.request_id, asked, incoming.reply):
             await self._pass(incoming, forward)
 

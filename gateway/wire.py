@@ -33,6 +33,14 @@ FENCE_PARAMETER = "fence"
 """Of ``DELETE /llumlet/pairing``: as :attr:`Pairing.fence`."""
 FENCE_MAX = 10**12
 """No lease will ever have so high a token: what is above it is a mistake, and ignored."""
+ADMIT_HEADER = "x-kvferry-admit"
+"""On a managed request, with the value :data:`ADMIT_NOW`: start it now or say busy. It never enters vLLM's own queue to
+wait there. Without the header it does, as on any vLLM server. An older plugin does not know it, and queues."""
+ADMIT_NOW = "now"
+BUSY_HEADER = "x-kvferry-busy"
+"""On the answer (409, which vLLM itself never gives to these routes) of an instance that cannot start the request now:
+``<blocks needed> <blocks it has for it> <places>``, the first one ``-`` where the prompt was not looked at."""
+BUSY_STATUS = 409
 
 COMMENT_PREFIX = b": kvferry "
 
@@ -183,6 +191,11 @@ class Report(Message):
     """``None``: a plugin that does not say so yet."""
     fence: int = 0
     """The newest lease of a leader that it has had an order of; a plugin that does not know of fences says 0."""
+    room_blocks: int | None = None
+    """Blocks that a request which came now could be given for its prompt, after all that is promised already (see
+    :func:`gateway.policy.waiting.room`). ``None``: a plugin that does not admit or refuse."""
+    room_places: int = 0
+    """Requests that could still join the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +304,15 @@ class Moved:
     output_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Header: the instance cannot start the request now. ``blocks_needed`` is the truth, where it was found out."""
+
+    blocks_needed: int | None
+    room_blocks: int
+    room_places: int
+
+
 StreamComment = Prebind | Unbind | Moved
 
 
@@ -331,6 +353,21 @@ def encode_moved_header(moved: Moved) -> str:
 def decode_moved_header(value: str) -> Moved | None:
     comment = decode_comment(COMMENT_PREFIX + b"moved " + value.encode())
     return comment if isinstance(comment, Moved) else None
+
+
+def encode_busy_header(busy: Busy) -> str:
+    needed = "-" if busy.blocks_needed is None else str(busy.blocks_needed)
+    return f"{needed} {max(0, busy.room_blocks)} {max(0, busy.room_places)}"
+
+
+def decode_busy_header(value: str) -> Busy | None:
+    match value.split():
+        case [needed, blocks, places] if needed == "-" or _is_count(needed):
+            if not (_is_count(blocks) and _is_count(places)):
+                return None
+            return Busy(None if needed == "-" else int(needed), int(blocks), int(places))
+        case _:
+            return None
 
 
 def encode_resumed_header(resume_id: str, output_tokens: int) -> str:

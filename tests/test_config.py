@@ -46,6 +46,7 @@ def test_flags_come_before_the_environment() -> None:
         ("KVFERRY_EVENT_GAP_TIMEOUT_S", "inf"),
         ("KVFERRY_HANG_TIMEOUT_S", "nan"),
         ("KVFERRY_SHUTDOWN_GRACE_S", "-1"),
+        ("KVFERRY_LATE_BINDING", "perhaps"),
         ("KVFERRY_REQUESTS_PER_INSTANCE_MAX", "1.5"),
     ],
 )
@@ -59,6 +60,8 @@ def test_every_budget_can_be_set_and_some_may_be_zero() -> None:
     settings = read("--event-gap-timeout-s", "7", KVFERRY_QUEUE_PER_INSTANCE_MAX="9", KVFERRY_INSTANCE_WAIT_S="0")
     assert (settings.budgets.event_gap_s, settings.budgets.instance_wait_s) == (7.0, 0.0)
     assert settings.limits.queue_per_instance == 9
+    settings = read(KVFERRY_LATE_BINDING="off", KVFERRY_ROOM_WAIT_S="12", KVFERRY_AGED_AFTER_S="3")
+    assert (settings.late_binding, settings.budgets.room_wait_s, settings.waiting.aged_s) == (False, 12.0, 3.0)
 
 
 def test_without_keys_only_loopback_is_listened_on() -> None:

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -42,6 +44,7 @@ TESTED_VERSIONS = ("0.32.0",)
 REQUEST_KEY = "kvferry_request"
 RESUME_KEY = "kvferry_resume"
 PROMPT_TOKENS_KEY = "kvferry_prompt_tokens"
+ADMIT_KEY = "kvferry_admit"
 
 ENGINE_POLL_S = 0.5
 """How often a call that waits for the engine looks whether there still is one."""
@@ -128,7 +131,7 @@ class EnginePort:
 
     @property
     def requests_running_max(self) -> int:
-        return int(self._scheduler.max_num_running_reqs)
+        return int(min(self._scheduler.max_num_running_reqs, self._scheduler.max_num_active_reqs))
 
     def copy_obstacle(self) -> str | None:
         """Why KV blocks cannot be copied into this engine's prefix cache, or ``None``."""
@@ -149,6 +152,45 @@ class EnginePort:
     def waiting(self) -> list[Request]:
         """Queued requests in the order in which they will be looked at."""
         return [*self._scheduler.kv_holding_waiting, *self._scheduler.waiting]
+
+    @property
+    def is_paused(self) -> bool:
+        """Asleep, or told to start nothing new."""
+        return bool(self._scheduler.pause_state != PauseState.UNPAUSED)
+
+    @property
+    def orders_by_priority(self) -> bool:
+        """``--scheduling-policy priority``: else a queue is served in the order of arrival, whatever the classes."""
+        return bool(self._scheduler.policy == SchedulingPolicy.PRIORITY)
+
+    @property
+    def blocks_watermark(self) -> int:
+        """Blocks that the stock scheduler leaves free when it starts a request beside others."""
+        return int(self._scheduler.kv_cache_manager.watermark_blocks)
+
+    def blocks_unfinished(self) -> int:
+        """What running requests are still to be given for prompts of which only a part is computed."""
+        return int(self._scheduler._inflight_prefill_reserved_blocks())
+
+    def blocks_missing(self, request: Request) -> int:
+        """What a queued request is to be given before it can run, by the rule of the stock scheduler itself
+        (``allocate_slots(full_sequence_must_fit=True)``). Blocks of its prefix that others use already count as there;
+        those that nobody uses do not, as they are among the free ones."""
+        manager = self._scheduler.kv_cache_manager
+        hit, hit_tokens, _ = manager.get_computed_blocks(request)
+        tokens = min(request.num_tokens, self._scheduler.max_model_len)
+        missing = manager.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=tokens,
+            new_computed_blocks=hit.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=hit_tokens,
+            num_local_computed_tokens=hit_tokens,
+            num_tokens_main_model=tokens,
+            apply_admission_cap=True,
+            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+        )
+        return int(missing)
 
     def batch_is_full(self, arriving: int) -> bool:
         return bool(len(self._scheduler.running) + arriving >= self._scheduler.max_num_running_reqs)
@@ -618,7 +660,7 @@ def is_final_only(params: Any) -> bool:
 def drop_own_keys(params: Any) -> None:
     """Only a managed request may carry our keys: elsewhere they came from whoever wrote ``vllm_xargs``."""
     if params.extra_args:
-        for key in (REQUEST_KEY, RESUME_KEY, PROMPT_TOKENS_KEY):
+        for key in (REQUEST_KEY, RESUME_KEY, PROMPT_TOKENS_KEY, ADMIT_KEY):
             params.extra_args.pop(key, None)
 
 

@@ -16,7 +16,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gateway.policy.waiting import GROWTH_TOKENS
 from vllm_plugin import compat
+from vllm_plugin.admission import Admission
 from vllm_plugin.settings import FREEZE_LIMIT_S, NEXT_BLOCK_LIMIT_S, PIN_LIMIT_S, RESERVATION_LEASE_S
 
 if TYPE_CHECKING:
@@ -110,11 +112,18 @@ class EngineAgent:
     """Requests that came here and cannot move, by a reason that only the engine knows."""
     arrived_at: dict[str, float] = field(default_factory=dict)
     step_ms: float = 0.0
+    growth_tokens: int = GROWTH_TOKENS
+    admission: Admission = field(init=False)
     _last_step: float | None = None
+
+    def __post_init__(self) -> None:
+        self.admission = Admission(self.port, self.growth_tokens)
 
     def handle(self, operation: str, payload: dict[str, Any]) -> Any:
         self.expire()
         match operation:
+            case "verdict":
+                return self.admission.verdict(**payload)
             case "describe":
                 return self.describe()
             case "report":
@@ -153,10 +162,13 @@ class EngineAgent:
     # What the scheduler tells.
 
     def receive(self, request: compat.Request) -> bool:
-        """A new request: note it if a gateway manages it; keep it (and answer True) if it is to be resumed."""
+        """A new request: note it if a gateway manages it. True: it is not to be queued, for it is to be resumed, and
+        kept until then, or it was to start at once and cannot."""
         extra = request.sampling_params.extra_args if request.sampling_params is not None else None
         if not extra or (request_id := extra.get(compat.REQUEST_KEY)) is None:
             return False
+        if compat.ADMIT_KEY in extra and not self.admission.judge(request, self._places_reserved()):
+            return True
         self.managed[request_id] = request
         if (reason := compat.why_engine_cannot_move(request)) is not None:
             self.staying[reason] += 1
@@ -246,7 +258,10 @@ class EngineAgent:
         """Counts for one report; blocks of frozen requests count as running, reservations on their own."""
         running = [*self.port.running(), *(frozen.request for frozen in self.frozen.values())]
         waiting = self.port.waiting()
+        room = self.admission.room(self._places_reserved())
         return {
+            "room_blocks": room.blocks,
+            "room_places": room.places,
             "blocks_total": self.port.blocks_total,
             "blocks_free": self.port.blocks_free,
             "blocks_reserved": sum(
@@ -491,6 +506,10 @@ class EngineAgent:
         return {"cancelled": True}
 
     # Helpers.
+
+    def _places_reserved(self) -> int:
+        """For requests that are on their way here, until they are queued; a frozen one may come back to its own."""
+        return len(self.frozen) + sum(not reservation.committed for reservation in self.reservations.values())
 
     def _reservation(
         self, shadow: compat.Request | None, blocks: list[KVCacheBlock], spare: list[KVCacheBlock]

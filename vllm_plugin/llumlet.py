@@ -125,8 +125,23 @@ class Llumlet:
 
     # Managed requests.
 
-    def open_session(self, request_id: str, resume_id: str | None, *, is_chat: bool) -> Session:
-        """For one HTTP request of a gateway. Raises Refused if nothing is known under ``resume_id``."""
+    def why_full(self) -> wire.Busy | None:
+        """At the last report, which is at most one interval and one engine step old, there was not room for the
+        smallest prompt. Asked before the prompt is read: this refusal costs no tokenization and no engine. The gateway
+        knows the same report, so it hardly ever sends a request that is refused here."""
+        report = self._report
+        if report is None or report.room_blocks is None or (report.room_blocks > 0 and report.room_places > 0):
+            return None
+        return wire.Busy(None, report.room_blocks, report.room_places)
+
+    def open_session(
+        self, request_id: str, resume_id: str | None, *, is_chat: bool, starts_now: bool = False
+    ) -> Session:
+        """For one HTTP request of a gateway. Raises Refused if nothing is known under ``resume_id``.
+
+        ``starts_now``: it is to start at once or not at all. A resume is not asked that: its blocks are reserved, or it
+        was running and has to go on somewhere.
+        """
         incoming = None
         if resume_id is not None:
             incoming = self._incoming.get(resume_id)
@@ -135,6 +150,7 @@ class Llumlet:
             if incoming.request_id != request_id:
                 raise Refused("this resume id belongs to another request")
         session = Session(request_id, incoming, self._engine_client, is_parsed=is_chat and self._parses_chats)
+        session.starts_now = starts_now and incoming is None
         self._sessions[request_id] = session
         return session
 
@@ -560,6 +576,8 @@ class Llumlet:
             migrations_out=len(self._outgoing),
             migrations_ended=self._migrations_ended,
             fence=self._fence,
+            room_blocks=0 if self.draining else counts["room_blocks"],
+            room_places=0 if self.draining else counts["room_places"],
         )
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:

@@ -27,6 +27,12 @@ def error_response(status: int, message: str, code: str, headers: dict[str, str]
     return JSONResponse({"error": error}, status_code=status, headers=headers)
 
 
+def busy_response(busy: wire.Busy) -> JSONResponse:
+    """Not a failure, and none of vLLM's own answers: the request has left no trace here, and may come again."""
+    headers = {wire.BUSY_HEADER: wire.encode_busy_header(busy)}
+    return error_response(wire.BUSY_STATUS, "the instance cannot start this request now", "busy", headers)
+
+
 def has_secret(headers: Headers, secret: str) -> bool:
     return hmac.compare_digest(headers.get(wire.SECRET_HEADER, "").encode(), secret.encode())
 
@@ -65,9 +71,14 @@ class ManagedRequests:
             refusal = error_response(400, "a managed request needs x-request-id", "bad_request_id")
             await refusal(scope, receive, send)
             return
+        resume_id = headers.get(wire.RESUME_HEADER)
+        starts_now = resume_id is None and headers.get(wire.ADMIT_HEADER) == wire.ADMIT_NOW
+        if starts_now and (busy := llumlet.why_full()) is not None:
+            await busy_response(busy)(scope, receive, send)
+            return
         try:
             is_chat = scope["path"] == CHAT_PATH
-            session = llumlet.open_session(request_id, headers.get(wire.RESUME_HEADER), is_chat=is_chat)
+            session = llumlet.open_session(request_id, resume_id, is_chat=is_chat, starts_now=starts_now)
         except Refused as reason:
             await error_response(410, str(reason), "resume_failed")(scope, receive, send)
             return
@@ -111,7 +122,9 @@ class Reply:
             ended.cancel()
             reply.cancel()
             await asyncio.wait([reply] if self._commenting is None else [reply, self._commenting])
-        if session.moved is not None:
+        if session.busy is not None and not self._started:
+            await busy_response(session.busy)(scope, receive, send)
+        elif session.moved is not None:
             await self._send_moved(session.moved, scope, receive, send)
         elif not self._started:
             await error_response(410, session.failed or "", "resume_failed")(scope, receive, send)
@@ -135,12 +148,14 @@ class Reply:
         return self._is_error or self._session.live
 
     async def _open(self) -> None:
-        """A resumed reply is live: send its start, before the first event."""
+        """A resumed reply is live, or a new one is let in: send its start, before the first event."""
         async with self._lock:
             await self._send_held_start()
 
     async def _filter(self, message: Message) -> None:
         async with self._lock:
+            if self._session.busy is not None:
+                return
             if message["type"] == "http.response.start":
                 await self._on_start(message)
             elif self._passes:
@@ -150,19 +165,23 @@ class Reply:
     async def _on_start(self, message: Message) -> None:
         headers = Headers(raw=message["headers"])
         self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
-        if self._session.incoming is None or message["status"] != 200:
+        waits = self._session.incoming is not None or self._session.starts_now
+        if not waits or message["status"] != 200:
             self._is_error = message["status"] != 200  # One of the request's own, also on a resumed leg.
             await self._forward(message)
             return
         self._held_start = message
-        if self._passes:
+        if self._passes and not self._session.starts_now:
             await self._send_held_start()
 
     async def _send_held_start(self) -> None:
         if self._held_start is None:
             return
         incoming = self._session.incoming
-        assert incoming is not None
+        if incoming is None:
+            message, self._held_start = self._held_start, None
+            await self._forward(message)
+            return
         value = wire.encode_resumed_header(incoming.resume_id, len(incoming.tokens))
         raw = [*self._held_start["headers"], (wire.RESUMED_HEADER.encode(), value.encode())]
         message, self._held_start = {**self._held_start, "headers": raw}, None

@@ -1,7 +1,8 @@
 """vLLM's own scheduler with a migration agent beside it (``--scheduler-cls``).
 
-It schedules nothing differently: it tells the agent what was scheduled and what came out, and holds back requests that
-are to go on from another instance until their output tokens are here.
+It schedules nothing differently: it tells the agent what was scheduled and what came out, holds back requests that are
+to go on from another instance until their output tokens are here, and takes no request that was to start at once and
+cannot.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from vllm_plugin import compat
 from vllm_plugin.engine import EngineAgent
+from vllm_plugin.settings import growth_tokens_from_environment
 
 
 class KvferryScheduler(compat.AsyncScheduler):
@@ -18,7 +20,7 @@ class KvferryScheduler(compat.AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.kvferry = EngineAgent(compat.EnginePort(self))
+        self.kvferry = EngineAgent(compat.EnginePort(self), growth_tokens=growth_tokens_from_environment())
 
     def add_request(self, request: compat.Request) -> None:
         if not self.kvferry.receive(request):

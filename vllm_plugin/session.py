@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from gateway.wire import Moved, StreamComment
+from gateway.wire import Busy, Moved, StreamComment
 from vllm_plugin import compat, metrics
 
 if TYPE_CHECKING:
@@ -54,6 +54,10 @@ class Session:
         """Set by the middleware while an event stream is under way; does not wait for a slow reader."""
         self.open_reply: Callable[[], Awaitable[None]] | None = None
         """Set by the middleware: send the start of a resumed reply that was held back."""
+        self.starts_now = False
+        """It is to start at once or not at all: nothing of a reply is sent before the engine has said which."""
+        self.busy: Busy | None = None
+        """It does not: the reply is that, and nothing else."""
         self._engine_client = engine_client
         self._generations = 0
         self._seen_tokens = 0
@@ -125,7 +129,7 @@ class Session:
             async for output in original(prompt, sampling_params, external_id, **options):
                 yield output
             return
-        self._mark(sampling_params)
+        asks = self._mark(sampling_params)
         # The same id may still be on its way out here: a leg that was closed a moment ago.
         others = compat.front_end_ids(self._engine_client, external_id)
         stream = original(prompt, sampling_params, external_id, **options)
@@ -134,6 +138,8 @@ class Session:
         first: asyncio.Future[Any] | None = starting
         try:
             await self._attach(starting, external_id, others, sampling_params, options)
+            if asks:
+                await self._hear_verdict()
             while True:
                 self._consumer_waits = True
                 self.check()
@@ -161,13 +167,34 @@ class Session:
         await asyncio.sleep(0)  # A long replay must not hold up the streams beside it.
         return await self._replayed.get()
 
-    def _mark(self, sampling_params: Any) -> None:
+    async def _hear_verdict(self) -> None:
+        """The engine has decided, or will before it answers this: it reads its messages in order, and the request came
+        first. Does not return if it was refused: the middleware ends the reply then, and this with it."""
+        refusal = None
+        if self.state is not None:
+            operation = {"engine_id": self.state.request_id}
+            refusal = await compat.call_engine(self._engine_client, "verdict", operation)
+        if refusal is None:
+            self.starts_now = False
+            if self.open_reply is not None:
+                await self.open_reply()
+            return
+        self.busy = Busy(refusal["needed"], refusal["blocks"], refusal["places"])
+        self.ended.set()
+        await asyncio.get_running_loop().create_future()
+
+    def _mark(self, sampling_params: Any) -> bool:
+        """Whether the engine is asked for a verdict."""
         extra = dict(sampling_params.extra_args or {})
         extra[compat.REQUEST_KEY] = self.request_id
+        self.starts_now = self.starts_now and sampling_params.n == 1  # Of several, some might be let in.
+        if self.starts_now:
+            extra[compat.ADMIT_KEY] = True
         if self.incoming is not None:
             extra[compat.RESUME_KEY] = self.incoming.resume_id
         sampling_params.extra_args = extra
         self.final_only = compat.is_final_only(sampling_params)
+        return self.starts_now
 
     async def _attach(
         self,

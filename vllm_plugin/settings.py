@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gateway.policy.waiting import GROWTH_TOKENS
 from gateway.wire import is_identifier
 
 REPORT_INTERVAL_S = 0.1
@@ -36,6 +37,7 @@ STAGES_MAX = 64
 DRAIN_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_MAX_S = 3600.0
 RESUMES_MAX = 4096
+GROWTH_TOKENS_MAX = 4096
 SETTLE_S = 1.0
 """A request that has just arrived is not picked to move on by a pairing before this."""
 
@@ -65,6 +67,7 @@ def settings_from_environment(environment: Mapping[str, str] = os.environ) -> Se
     instance_id = environment.get("KVFERRY_INSTANCE_ID") or None
     if instance_id is not None and not is_identifier(instance_id):
         raise SettingsError("KVFERRY_INSTANCE_ID may hold letters, digits and . _ : - only, 128 characters at most.")
+    growth_tokens_from_environment(environment)
     advertise_host = environment.get("KVFERRY_ADVERTISE_HOST", "127.0.0.1")
     return Settings(secret, instance_id, advertise_host, _drain_timeout(environment.get("KVFERRY_DRAIN_TIMEOUT_S")))
 
@@ -79,3 +82,11 @@ def _drain_timeout(value: str | None) -> float:
     if not 0 <= timeout_s <= DRAIN_TIMEOUT_MAX_S:
         raise SettingsError(f"KVFERRY_DRAIN_TIMEOUT_S must be a number of seconds from 0 to {DRAIN_TIMEOUT_MAX_S:.0f}.")
     return timeout_s
+
+
+def growth_tokens_from_environment(environment: Mapping[str, str] = os.environ) -> int:
+    """Read by the engine's own process; the API server only looks whether it can be read."""
+    value = environment.get("KVFERRY_GROWTH_TOKENS", "") or str(GROWTH_TOKENS)
+    if not (value.isascii() and value.isdecimal() and int(value) <= GROWTH_TOKENS_MAX):
+        raise SettingsError(f"KVFERRY_GROWTH_TOKENS must be a whole number of tokens from 0 to {GROWTH_TOKENS_MAX}.")
+    return int(value)

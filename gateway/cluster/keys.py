@@ -84,6 +84,18 @@ LIMIT_PROBE = PREFIX + "limit:probe"
 """Written by a gateway that applies the limits by itself, to see whether Redis takes writes again."""
 LIMIT_PROBE_TTL_S = 11
 
+WAITING = PREFIX + "{waiting}:"
+"""Of the requests that wait for room, one line a model (the braces keep all in one slot). Told again by each gateway
+while it has some, so that lines that nobody waits in any more end by themselves."""
+WAITING_TTL_MS = 19_013
+"""``kvferry:{waiting}:order:<model>``: sorted set, request id to its class and time of arrival (us, Redis's clock).
+``kvferry:{waiting}:details:<model>``: hash, request id to ``<gateway id> <tokens of its prompt>``."""
+WAITING_GATEWAYS = WAITING + "gateways"
+"""Sorted set, gateway id to the time (us, Redis's) until which its entries count: those of a gateway that has died are
+dropped by whoever looks next."""
+WAITING_GATEWAY_TTL_MS = 5_009
+WAITING_RENEWAL_S = 1.0
+
 
 def owner(request_id: str) -> str:
     return OWNER + request_id
@@ -111,3 +123,11 @@ def limit_tokens(key_name: str) -> str:
 
 def limit_running(key_name: str) -> str:
     return f"{LIMIT}{{{key_name}}}:running"
+
+
+def waiting_order(model: str) -> str:
+    return f"{WAITING}order:{model}"
+
+
+def waiting_details(model: str) -> str:
+    return f"{WAITING}details:{model}"

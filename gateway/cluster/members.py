@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,6 +125,8 @@ class Members:
         self._by_id: dict[str, Member] = {}
         self._leaving: set[str] = set()
         """URLs."""
+        self.on_report: Callable[[], None] = _nobody
+        """Called after each report: who waits for room looks again."""
 
     def get(self, instance_id: str) -> Instance | None:
         member = self._by_id.get(instance_id)
@@ -251,6 +253,7 @@ class Members:
             if not member.queue_stands:
                 member.progressed_at = max(member.progressed_at, now)
             member.drain_ordered &= not report.draining
+            self.on_report()
 
     def heard(self, url: str, engine_dead: bool, now: float) -> None:
         """Its API server has answered, if only that its engine is dead."""
@@ -317,6 +320,10 @@ class Members:
         member = self._by_id.get(instance_id)
         return member is not None and group in member.groups
 
+    def reported_at(self, instance_id: str) -> float:
+        member = self._by_id.get(instance_id)
+        return member.reported_at if member is not None else -math.inf
+
     def is_healthy(self, instance_id: str) -> bool:
         member = self._by_id.get(instance_id)
         return member is not None and member.healthy
@@ -337,6 +344,10 @@ class Members:
         if member.instance.managed:
             return _view(member, stale)
         return _plain_view(member, stale, self.knows_load(member, now))
+
+
+def _nobody() -> None:
+    pass
 
 
 def _plain_view(member: Member, stale: bool, load_known: bool) -> InstanceView:
@@ -388,6 +399,8 @@ def _view(member: Member, stale: bool) -> InstanceView:
         requests_waiting=report.requests_waiting,
         freeness_steps=-math.inf if member.draining or report.freeness_steps is None else report.freeness_steps,
         requests_running_max=report.requests_running_max,
+        room_blocks=report.room_blocks,
+        room_places=report.room_places,
     )
 
 

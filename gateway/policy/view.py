@@ -43,6 +43,9 @@ class InstanceView:
     """It has the plugin: requests can be moved to it and from it."""
     load_known: bool = True
     """Without the plugin it may be served although the numbers above are not known."""
+    room_blocks: int | None = None
+    """For the prompt of one more request (policy/waiting.py); ``None``: it does not say."""
+    room_places: int = 0
 
     @property
     def usable(self) -> bool:

@@ -39,7 +39,7 @@ from gateway.serving.serve import DEATHS_MAX, LOSSES_MAX
 from gateway.serving.visit import Visit
 from gateway.serving.waiting import Waiting
 from gateway.telemetry import log
-from gateway.wire import is_identifier
+from gateway.wire import PriorityClass, is_identifier
 
 WHOLE_BYTES_MAX = 4 * 1024 * 1024
 """A reply of a kind that we do not read is held back up to this size, so that it comes whole or not at all."""
@@ -65,6 +65,9 @@ class Forward:
     call: Call
     dialect: Dialect
     model: str | None = None
+    priority_class: PriorityClass = PriorityClass.NORMAL
+    needs_room: bool = False
+    """It generates, and so waits while no instance has room."""
     stream: bool = False
     load_bytes: int = 0
     repeatable: bool = True
@@ -157,6 +160,11 @@ class Forwarder:
     async def _first(self, forward: Forward) -> Instance:
         if forward.home_of is not None:
             return await self._home(forward.home_of)
+        if forward.needs_room:
+            request_id, size = forward.call.request_id, forward.load_bytes
+            return await self._waiting.start(
+                self._waiting.ticket(request_id, forward.model, forward.priority_class, size)
+            )
         return await self._waiting.choose(forward.model, is_new=True)
 
     async def _next(self, forward: Forward, failed: set[str], error: LegError) -> Instance:

@@ -40,7 +40,14 @@ class Lost:
     error: LegError
 
 
-Outcome = Ended | Left | Lost
+@dataclass(frozen=True, slots=True)
+class NotAdmitted:
+    """The instance cannot start the request now, and has not taken it."""
+
+    busy: wire.Busy
+
+
+Outcome = Ended | Left | Lost | NotAdmitted
 
 
 class Relay:
@@ -54,6 +61,8 @@ class Relay:
             head = await leg.head()
             if (moved := _moved(head)) is not None:
                 return Left(moved)
+            if (busy := _busy(head)) is not None:
+                return NotAdmitted(busy)
             if leg.resumption is not None:
                 _check_resumed(leg.instance_id, leg.resumption, head)
             if 200 <= head.status < 300 and head.is_event_stream:
@@ -232,6 +241,10 @@ def _moved(head: Head) -> wire.Moved | None:
     if head.status != 409:
         return None
     return wire.decode_moved_header(head.headers.get(wire.MOVED_HEADER, ""))
+
+
+def _busy(head: Head) -> wire.Busy | None:
+    return wire.decode_busy_header(head.headers.get(wire.BUSY_HEADER, "")) if head.status == wire.BUSY_STATUS else None
 
 
 def _check_resumed(instance_id: str, resumption: Resumption, head: Head) -> None:

@@ -1,7 +1,8 @@
 """A request's life, in order. Read this first.
 
 1. The client's body has been read and checked (openai/body.py); the request gets an id that is the gateway's own.
-2. Dispatch picks the instance with the highest freeness, and a leg is opened there.
+2. Dispatch picks the instance with the highest freeness among those that have room for it, and a leg is opened there.
+   While none has, or the one that was picked says that it is busy, the request waits here (waiting.py).
 3. The leg's reply goes to the client as it comes (relay.py); the token ids in it are kept (session.py).
 4. The source may say that it is moving the request. The same request is opened at the destination ahead of time
    (prebound.py), and when the source says that it has moved, the reply goes on from there.
@@ -27,7 +28,7 @@ from gateway.serving.backend import Backend, Call, Leg, Resumption
 from gateway.serving.deadline import Deadlines
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.prebound import Prebound
-from gateway.serving.relay import Ended, Left, Lost, Outcome, Relay
+from gateway.serving.relay import Ended, Left, Lost, NotAdmitted, Outcome, Relay
 from gateway.serving.reply import Reply
 from gateway.serving.session import Move, Session, Sessions
 from gateway.serving.waiting import Waiting
@@ -98,15 +99,26 @@ class Server:
                     prebound.close()
                     self._members.leg_lost(leg.instance, error, time.monotonic())
                     leg = await self._recover(session, error)
+                case NotAdmitted(busy):
+                    self._members.leg_worked(leg.instance)
+                    assert session.ticket is not None
+                    session.not_admitted()
+                    self._waiting.was_busy(session.ticket, leg.instance, busy)
+                    leg = await self._start(session, "restarted" if session.losses else "first")
                 case _:
                     assert_never(outcome)
 
     async def _start(self, session: Session, kind: str = "first") -> Leg:
-        """A leg from the first token on."""
-        instance = await self._waiting.choose(session.body.model, session.failed_instances, is_new=kind == "first")
+        """A leg from the first token on, where there is room for it."""
+        body = session.body
+        if session.ticket is None:
+            asked, size = body.asked, len(session.call.body)
+            session.ticket = self._waiting.ticket(session.request_id, body.model, asked.priority_class, size)
+        instance = await self._waiting.start(session.ticket, session.failed_instances, is_new=kind == "first")
         log("dispatch", level=logging.DEBUG, request=session.request_id, instance=instance.instance_id)
         session.group = self._members.group(instance.instance_id, session.body.model)
-        leg = self._open_at(session, instance.instance_id, kind=kind)
+        starts_now = self._waiting.marks(instance, is_one_sequence=body.resumable)
+        leg = self._open_at(session, instance.instance_id, kind=kind, starts_now=starts_now)
         assert leg is not None
         return leg
 
@@ -165,7 +177,13 @@ class Server:
         return leg
 
     def _open_at(
-        self, session: Session, instance_id: str, resumption: Resumption | None = None, *, kind: str = "migrated"
+        self,
+        session: Session,
+        instance_id: str,
+        resumption: Resumption | None = None,
+        *,
+        kind: str = "migrated",
+        starts_now: bool = False,
     ) -> Leg | None:
         instance = self._members.get(instance_id)
         if instance is None or (resumption is not None and not instance.managed):
@@ -173,7 +191,10 @@ class Server:
         self._counters.add("legs", instance_id=instance_id, kind=kind)
         release = self._dispatcher.hold(instance_id, len(session.call.body))
         trace = session.visit.trace.leg(instance_id, instance.boot_id, kind)
-        call = dataclasses.replace(session.call, headers=trace.headers(session.call.headers))
+        headers = trace.headers(session.call.headers)
+        if starts_now:
+            headers = (*headers, (wire.ADMIT_HEADER, wire.ADMIT_NOW))
+        call = dataclasses.replace(session.call, headers=headers)
         leg = self._backend.open(instance, call, release, stream=session.body.stream, resumption=resumption)
         leg.trace = trace
         return leg
@@ -202,6 +223,8 @@ def _said(outcome: Outcome) -> str:
             return "left"
         case Lost(error):
             return f"lost: {error.label}"
+        case NotAdmitted():
+            return "busy"
         case _:
             assert_never(outcome)
 

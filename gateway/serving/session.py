@@ -21,6 +21,7 @@ from gateway.openai.tokens import Tokens
 from gateway.policy.view import ModelGroup
 from gateway.serving.backend import Call
 from gateway.serving.visit import Visit
+from gateway.serving.waiting import Ticket
 
 GAPS_MAX = 512
 
@@ -46,6 +47,8 @@ class Session:
     body: GenerateBody
     meter: Meter = field(default_factory=Meter)
     visit: Visit = field(default_factory=Visit)
+    ticket: Ticket | None = None
+    """Its place among those that wait for room, from its first look for an instance on."""
     instance_id: str | None = None
     group: ModelGroup | None = None
     """What its model is where it began."""
@@ -171,6 +174,11 @@ class Session:
             self.visit.runs_at(instance_id)
         self.instance_id = instance_id
         self._changed.set()
+
+    def not_admitted(self) -> None:
+        """It has not run where it was just sent."""
+        self.instance_id = None
+        self.visit.did_not_run()
 
     def end(self, outcome: str) -> None:
         self.outcome = outcome

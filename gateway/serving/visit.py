@@ -59,6 +59,11 @@ class Visit:
         if len(self.visited) < VISITED_MAX:
             self.visited.append(instance_id)
 
+    def did_not_run(self) -> None:
+        """The last instance has not let it in."""
+        if len(self.visited) < VISITED_MAX:
+            self.visited.pop()
+
     def begins(self, session: Session) -> None:
         self.session = session
         self.gaps = self.counters.distribution("event_gap_seconds", model=self.model)

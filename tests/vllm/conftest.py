@@ -34,6 +34,8 @@ async def stack(corruption_flag: Path, request: pytest.FixtureRequest) -> AsyncI
             "PYTHONPATH": str(ROOT),
             "VLLM_ENABLE_RESPONSES_API_STORE": "1",
         },
+        # Tests that move requests out of a server's queue need it to have one; test_admission.py has its own gateway.
+        gateway_environment={"KVFERRY_LATE_BINDING": "off"},
     ) as stack:
         request.session.stash[SHARED_STACK] = stack
         yield stack

@@ -46,6 +46,11 @@ class FakePort:
         self.queued: list[tuple[Any, list[int]]] = []
         self.begun: list[bool] = []
         self.queue: list[Any] = []
+        self.is_paused = False
+        self.orders_by_priority = False
+        self.blocks_watermark = 0
+        self.unfinished = 0
+        self.shared = 0
         self.compiling = False
         self.rejects = -1
         self.rejection: Exception = ValueError()
@@ -126,7 +131,13 @@ class FakePort:
         return self.batch
 
     def waiting(self) -> list[Any]:
-        return []
+        return self.queue
+
+    def blocks_unfinished(self) -> int:
+        return self.unfinished
+
+    def blocks_missing(self, request: Any) -> int:
+        return -(-request.num_tokens // BLOCK_SIZE) - self.shared
 
 
 class Bench:

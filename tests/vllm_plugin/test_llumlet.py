@@ -137,6 +137,8 @@ async def test_one_bad_round_does_not_end_the_reports(plugin: SimpleNamespace) -
                 "blocks_reserved": 0,
                 "step_ms": 0.0,
                 "staying": {},
+                "room_blocks": 8,
+                "room_places": 2,
             }
 
     llumlet = build_llumlet(plugin, Failing())
@@ -145,7 +147,7 @@ async def test_one_bad_round_does_not_end_the_reports(plugin: SimpleNamespace) -
     try:
         async with asyncio.timeout(5):
             report = await anext(llumlet.reports())
-        assert report.blocks_total == 8
+        assert (report.blocks_total, report.room_blocks, report.room_places) == (8, 8, 2)
     finally:
         await llumlet.close()
 
