@@ -9,10 +9,10 @@ The caller owns the time, so one model runs in virtual time (a simulation) and i
 Everything else may be called at any time, also in the middle of a step: what is in flight is delivered when it ends.
 
 Both of vLLM's schedulers are here. ``CHUNKED`` is today's (V1): running requests first, then queued ones, within a
-budget of tokens a step. ``WHOLE_PROMPT`` is the one of the paper's time: a step computes either whole prompts, as many as
-fit, or one token of each running request. In both, the queue is ordered by priority and then by arrival, a request enters
-when all of its tokens fit, and when a running one finds no block, the last by that order is preempted: it loses its
-blocks and computes everything again.
+budget of tokens a step. ``WHOLE_PROMPT`` is the one of the paper's time: a step computes either whole prompts, as many
+as fit, or one token of each running request. In both, the queue is ordered by priority and then by arrival, a request
+enters when all of its tokens fit, and when a running one finds no block, the last by that order is preempted: it loses
+its blocks and computes everything again.
 
 A migration is made of: at the source ``export`` (what is finished), ``freeze``, and, once it ``is_settled``, ``detach``
 or ``unfreeze``; at the destination ``reserve``, ``extend``, ``receive``, and then ``adopt`` or ``release``. A frozen

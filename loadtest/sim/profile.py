@@ -1,4 +1,4 @@
-"""How long things take on a certain model and GPU: engine steps, and what a migration costs. Numbers, to and from JSON."""
+"""How long things take on a certain model and GPU: engine steps, and what a migration costs. To and from JSON."""
 
 from __future__ import annotations
 
