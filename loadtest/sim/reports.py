@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway import wire
 from gateway.policy.usage import RequestUsage, freeness_steps, virtual_usage_blocks
 from gateway.policy.view import InstanceView, ModelGroup
-from loadtest.sim.engine import Engine
+from loadtest.sim.engine import Engine, Request
 
 VLLM_VERSION = "0.32.0"
 NO_HEADROOM: Mapping[int, int] = {}
@@ -40,15 +40,7 @@ def make_report(
     """As the llumlet in a real server makes it (``vllm_plugin.llumlet``)."""
     load = engine.load()
     demands = [engine.demand_blocks(request) for request in load.waiting]
-    usage = virtual_usage_blocks(
-        [RequestUsage(len(request.blocks), 0, False, False, request.execution_priority) for request in load.running]
-        + [
-            RequestUsage(0, demand, True, index == 0, request.execution_priority)
-            for index, (request, demand) in enumerate(zip(load.waiting, demands, strict=True))
-        ],
-        headroom_blocks,
-        draining,
-    )
+    usage = virtual_usage_blocks(_usages(load.running, demands), headroom_blocks, draining)
     usage += load.blocks_reserved
     settings = engine.settings
     freeness = freeness_steps(settings.blocks_total, usage, len(load.running), settings.block_size)
@@ -80,6 +72,15 @@ def make_report(
         migrations_in=migrations_in,
         migrations_out=migrations_out,
     )
+
+
+def _usages(running: Sequence[Request], demands: Sequence[int]) -> list[RequestUsage]:
+    """A class of running requests as one: only sums over them count in virtual usage, and a test holds it to that."""
+    blocks: Counter[int] = Counter()
+    for request in running:
+        blocks[request.execution_priority] += len(request.blocks)
+    usages = [RequestUsage(count, 0, False, False, priority) for priority, count in sorted(blocks.items())]
+    return usages + [RequestUsage(0, demand, True, True) for demand in demands[:1]]
 
 
 def _by_priority(priorities: Iterable[int]) -> dict[str, int]:
