@@ -389,9 +389,9 @@ def metrics_page(instance: Instance, model: str) -> str:
     usage = 1 - load.blocks_free / settings.blocks_total
     sizes = f'block_size="{settings.block_size}",engine="0",num_gpu_blocks="{settings.blocks_total}"'
     return f"""# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{{{labels}}} {float(len(load.running))}
+vllm:num_requests_running{{{labels}}} {float(load.running)}
 # TYPE vllm:num_requests_waiting gauge
-vllm:num_requests_waiting{{{labels}}} {float(len(load.waiting))}
+vllm:num_requests_waiting{{{labels}}} {float(load.waiting)}
 # TYPE vllm:kv_cache_usage_perc gauge
 vllm:kv_cache_usage_perc{{{labels}}} {usage}
 # TYPE vllm:cache_config_info gauge

@@ -22,7 +22,7 @@ from gateway.policy.dispatch import Sent, choose_instance
 from gateway.policy.view import ClusterView, InstanceView
 from loadtest.sim.engine import Engine, EngineSettings, Outcome, Request, State
 from loadtest.sim.profile import Profile
-from loadtest.sim.reports import Identity, make_report, view_of
+from loadtest.sim.reports import Identity, make_view
 
 MODEL = "simulated"
 STAGES_MAX = 64
@@ -82,7 +82,6 @@ class Node:
     """Time and tokens of dispatches that this report cannot know of."""
     alive: bool = True
     draining: bool = False
-    sequence: int = 0
     pairing: str | None = None
     rests_until: float = 0.0
     moves_out: dict[str, Move] = field(default_factory=dict)
@@ -251,16 +250,7 @@ class Cluster:
     def _report(self, node: Node) -> None:
         if not node.alive:
             return
-        node.sequence += 1
-        report = make_report(
-            node.engine,
-            node.identity,
-            node.sequence,
-            draining=node.draining,
-            migrations_in=node.moves_in,
-            migrations_out=len(node.moves_out),
-        )
-        view, made_at = view_of(report), self.now
+        view, made_at = make_view(node.engine, node.identity, draining=node.draining), self.now
         self.after(self.settings.report_delay_s, lambda: self._reported(node, view, made_at))
         self.after(self.settings.report_interval_s, lambda: self._report(node))
         self._follow_pairing(node)

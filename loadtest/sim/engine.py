@@ -22,7 +22,7 @@ request and a reservation keep a place in the batch, so that neither can fail fo
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -184,12 +184,19 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Numbers for one report. Blocks of frozen requests count as running, reservations on their own."""
+    """Numbers for one report, kept up to date so that a look costs next to nothing.
+
+    Frozen requests count as running, reservations on their own.
+    """
 
     blocks_free: int
     blocks_reserved: int
-    running: list[Request]
-    waiting: list[Request]
+    running: int
+    running_blocks: Mapping[int, int]
+    """By execution priority, of the classes that have any."""
+    waiting: int
+    head_of_line_blocks: int
+    queued_blocks: int
     step_ms: float
 
 
@@ -215,6 +222,10 @@ class Engine:
         self._frozen: dict[str, Request] = {}
         self._reservations: dict[str, Reservation] = {}
         self._step: _Step | None = None
+        self._held_blocks: dict[int, int] = {}
+        """Of all requests, by execution priority."""
+        self._queued_blocks = 0
+        """Demand of all that wait."""
 
     def __repr__(self) -> str:
         counts = f"{len(self._running)} running, {len(self._waiting)} waiting, {len(self._frozen)} frozen"
@@ -254,7 +265,7 @@ class Engine:
         """Queue a request, also one that has made tokens elsewhere. Raises EngineError if it could never run here."""
         self._accept(request)
         request.state = State.WAITING
-        insort(self._waiting, (request.key, request))
+        self._enqueue(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End it now, whatever it is doing; ``None`` if it is not here."""
@@ -273,10 +284,21 @@ class Engine:
         return Load(
             blocks_free=self.pool.free,
             blocks_reserved=sum(len(reservation.blocks) for reservation in self._reservations.values()),
-            running=[*self._running, *self._frozen.values()],
-            waiting=[request for _, request in self._waiting],
+            running=len(self._running) + len(self._frozen),
+            running_blocks=self._held_blocks,
+            waiting=len(self._waiting),
+            head_of_line_blocks=self.demand_blocks(self._waiting[0][1]) if self._waiting else 0,
+            queued_blocks=self._queued_blocks,
             step_ms=self.step_ms,
         )
+
+    def running(self) -> list[Request]:
+        """And frozen."""
+        return [*self._running, *self._frozen.values()]
+
+    def waiting(self) -> list[Request]:
+        """In the order in which they will be let in."""
+        return [request for _, request in self._waiting]
 
     def demand_blocks(self, request: Request) -> int:
         """What a queued request needs to enter and make its next token."""
@@ -320,7 +342,7 @@ class Engine:
             self._running.append(request)
         else:
             request.state = State.WAITING
-            insort(self._waiting, (request.key, request))
+            self._enqueue(request)
         return True
 
     def detach(self, request_id: str) -> bool:
@@ -398,7 +420,7 @@ class Engine:
         if computed_tokens <= 0:
             self.pool.give(reservation.blocks)
             request.state = State.WAITING
-            insort(self._waiting, (request.key, request))
+            self._enqueue(request)
             return True
         request.state = State.RUNNING
         request.computed_tokens = computed_tokens
@@ -475,10 +497,9 @@ class Engine:
             if self._blocks_missing(request, hits) + self._watermark() > self.pool.free:
                 return
             count = min(count, budget)
-            del self._waiting[0]
+            self._unqueue(request)
             self.pool.touch(hits)
-            self._hold(request, hits)
-            self._hold(request, self.pool.take(self.settings.blocks_for(computed + count) - len(hits)))
+            self._hold(request, hits + self.pool.take(self.settings.blocks_for(computed + count) - len(hits)))
             request.computed_tokens = computed
             if request.cached_tokens is None:
                 request.cached_tokens = min(computed, request.prompt_tokens)
@@ -544,6 +565,8 @@ class Engine:
 
     def _hold(self, request: Request, blocks: list[int]) -> None:
         request.blocks += blocks
+        held = self._held_blocks
+        held[request.execution_priority] = held.get(request.execution_priority, 0) + len(blocks)
         request._capacity_tokens = len(request.blocks) * self.settings.block_size
 
     def _accept(self, request: Request) -> None:
@@ -562,11 +585,17 @@ class Engine:
         self._free(request)
         request.preemptions += 1
         request.state = State.WAITING
-        insort(self._waiting, (request.key, request))
+        self._enqueue(request)
         outcome.preempted.append(request)
 
     def _free(self, request: Request) -> None:
-        self.pool.give(request.blocks)
+        if request.blocks:
+            self.pool.give(request.blocks)
+            left = self._held_blocks[request.execution_priority] - len(request.blocks)
+            if left:
+                self._held_blocks[request.execution_priority] = left
+            else:
+                del self._held_blocks[request.execution_priority]
         request.blocks, request._capacity_tokens, request.computed_tokens = [], 0, 0
 
     def _remove(self, request: Request) -> None:
@@ -585,10 +614,15 @@ class Engine:
         request.state = State.ENDED
         del self._requests[request.request_id]
 
+    def _enqueue(self, request: Request) -> None:
+        insort(self._waiting, (request.key, request))
+        self._queued_blocks += self.demand_blocks(request)
+
     def _unqueue(self, request: Request) -> None:
         index = bisect_left(self._waiting, request.key, key=lambda entry: entry[0])
         assert self._waiting[index][1] is request
         del self._waiting[index]
+        self._queued_blocks -= self.demand_blocks(request)
 
     def check(self) -> None:
         """Raises AssertionError unless what the engine holds adds up."""
@@ -600,6 +634,12 @@ class Engine:
         assert [key for key, _ in self._waiting] == sorted(request.key for request in queued)
         holders = [*(request.blocks for request in known), *(one.blocks for one in self._reservations.values())]
         self.pool.check(holders)
+        held: dict[int, int] = {}
+        for request in known:
+            if request.blocks:
+                held[request.execution_priority] = held.get(request.execution_priority, 0) + len(request.blocks)
+        assert held == self._held_blocks
+        assert self._queued_blocks == sum(map(self.demand_blocks, queued))
         for request in known:
             assert request.computed_tokens < max(request.total_tokens, 1)
             assert request.computed_tokens <= request._capacity_tokens

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gateway import wire
 from gateway.policy.usage import RequestUsage, freeness_steps, virtual_usage_blocks
 from gateway.policy.view import InstanceView, ModelGroup
-from loadtest.sim.engine import Engine, Request
+from loadtest.sim.engine import Engine, Load
 
 VLLM_VERSION = "0.32.0"
 NO_HEADROOM: Mapping[int, int] = {}
@@ -38,12 +39,9 @@ def make_report(
     headroom_blocks: Mapping[int, int] = NO_HEADROOM,
 ) -> wire.Report:
     """As the llumlet in a real server makes it (``vllm_plugin.llumlet``)."""
-    load = engine.load()
-    demands = [engine.demand_blocks(request) for request in load.waiting]
-    usage = virtual_usage_blocks(_usages(load.running, demands), headroom_blocks, draining)
-    usage += load.blocks_reserved
-    settings = engine.settings
-    freeness = freeness_steps(settings.blocks_total, usage, len(load.running), settings.block_size)
+    load, settings = engine.load(), engine.settings
+    usage = _usage_blocks(load, headroom_blocks, draining)
+    freeness = freeness_steps(settings.blocks_total, usage, load.running, settings.block_size)
     return wire.Report(
         instance_id=identity.instance_id,
         boot_id=identity.boot_id,
@@ -58,15 +56,15 @@ def make_report(
         blocks_total=settings.blocks_total,
         blocks_free=load.blocks_free,
         blocks_reserved=load.blocks_reserved,
-        requests_running=len(load.running),
-        requests_waiting=len(load.waiting),
+        requests_running=load.running,
+        requests_waiting=load.waiting,
         requests_running_max=settings.batch_max,
-        running_by_priority=_by_priority(request.priority for request in load.running),
-        waiting_by_priority=_by_priority(request.priority for request in load.waiting),
+        running_by_priority=_by_priority(request.priority for request in engine.running()),
+        waiting_by_priority=_by_priority(request.priority for request in engine.waiting()),
         virtual_usage_blocks=None if draining else usage,
         freeness_steps=None if draining else freeness,
-        head_of_line_blocks=demands[0] if demands else 0,
-        queued_blocks=sum(demands),
+        head_of_line_blocks=load.head_of_line_blocks,
+        queued_blocks=load.queued_blocks,
         step_ms=round(load.step_ms, 3),
         draining=draining,
         migrations_in=migrations_in,
@@ -74,25 +72,12 @@ def make_report(
     )
 
 
-def _usages(running: Sequence[Request], demands: Sequence[int]) -> list[RequestUsage]:
-    """A class of running requests as one: only sums over them count in virtual usage, and a test holds it to that."""
-    blocks: Counter[int] = Counter()
-    for request in running:
-        blocks[request.execution_priority] += len(request.blocks)
-    usages = [RequestUsage(count, 0, False, False, priority) for priority, count in sorted(blocks.items())]
-    return usages + [RequestUsage(0, demand, True, True) for demand in demands[:1]]
-
-
-def _by_priority(priorities: Iterable[int]) -> dict[str, int]:
-    return {str(priority): count for priority, count in sorted(Counter(priorities).items())}
-
-
 def view_of(report: wire.Report, *, healthy: bool = True, stale: bool = False) -> InstanceView:
     """What a gateway's policy sees when this is an instance's last report."""
     usage, freeness = report.virtual_usage_blocks, report.freeness_steps
     return InstanceView(
         instance_id=report.instance_id,
-        groups=frozenset(ModelGroup(model, model) for model in report.models),
+        groups=groups_of(tuple(report.models)),
         healthy=healthy,
         stale=stale,
         draining=report.draining,
@@ -107,3 +92,49 @@ def view_of(report: wire.Report, *, healthy: bool = True, stale: bool = False) -
         freeness_steps=-math.inf if freeness is None else freeness,
         requests_running_max=report.requests_running_max,
     )
+
+
+def make_view(
+    engine: Engine,
+    identity: Identity,
+    *,
+    draining: bool = False,
+    headroom_blocks: Mapping[int, int] = NO_HEADROOM,
+) -> InstanceView:
+    """``view_of(make_report(...))`` in a fifth of the time, for simulations: most of theirs went there."""
+    load, settings = engine.load(), engine.settings
+    usage = _usage_blocks(load, headroom_blocks, draining)
+    return InstanceView(
+        identity.instance_id,
+        groups_of(identity.models),
+        True,
+        False,
+        draining,
+        identity.kv_format,
+        settings.block_size,
+        settings.blocks_total,
+        usage,
+        load.head_of_line_blocks,
+        load.queued_blocks,
+        load.running,
+        load.waiting,
+        freeness_steps(settings.blocks_total, usage, load.running, settings.block_size),
+        settings.batch_max,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def groups_of(models: tuple[str, ...]) -> frozenset[ModelGroup]:
+    return frozenset(ModelGroup(model, model) for model in models)
+
+
+def _usage_blocks(load: Load, headroom_blocks: Mapping[int, int], draining: bool) -> float:
+    """A class of running requests counts as one: virtual usage takes sums over them, and a test holds it to that."""
+    usages = [RequestUsage(blocks, 0, False, False, priority) for priority, blocks in load.running_blocks.items()]
+    if load.head_of_line_blocks:
+        usages.append(RequestUsage(0, load.head_of_line_blocks, True, True))
+    return virtual_usage_blocks(usages, headroom_blocks, draining) + load.blocks_reserved
+
+
+def _by_priority(priorities: Iterable[int]) -> dict[str, int]:
+    return {str(priority): count for priority, count in sorted(Counter(priorities).items())}

@@ -7,16 +7,18 @@ import json
 import random
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.cluster.members import Instance, Members
 from gateway.policy.decide import Policy, PolicySettings
 from gateway.policy.migration import MigrationSettings
 from gateway.policy.usage import RequestUsage, virtual_usage_blocks
 from loadtest.sim.cluster import Cluster, ClusterSettings, Record
 from loadtest.sim.engine import Engine, EngineSettings, Prefill, Request
 from loadtest.sim.profile import FAST, LLAMA_7B_A10
-from loadtest.sim.reports import Identity, make_report, view_of
+from loadtest.sim.reports import Identity, make_report, make_view, view_of
 from loadtest.sim.tokens import SyntheticPrompt
 
 ENGINE = EngineSettings(blocks_total=60, batch_max=16, step_tokens_max=256, sequence_tokens_max=400)
@@ -129,15 +131,33 @@ def test_a_classs_requests_count_together_as_they_do_one_by_one() -> None:
     engine.step(0.0)
     headroom = {0: 0, 1: 20, 2: 7}
     report = make_report(engine, Identity("i", "b", ("m",)), 1, headroom_blocks=headroom)
-    load = engine.load()
-    each = [RequestUsage(len(one.blocks), 0, False, False, one.execution_priority) for one in load.running]
+    each = [RequestUsage(len(one.blocks), 0, False, False, one.execution_priority) for one in engine.running()]
     each += [
         RequestUsage(0, engine.demand_blocks(one), True, index == 0, one.execution_priority)
-        for index, one in enumerate(load.waiting)
+        for index, one in enumerate(engine.waiting())
     ]
-    assert load.waiting
-    assert len({one.execution_priority for one in load.running}) == 2
+    assert engine.waiting()
+    assert len({one.execution_priority for one in engine.running()}) == 2
     assert report.virtual_usage_blocks == virtual_usage_blocks(each, headroom)
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_a_view_made_at_once_a_views_report_and_the_gateways_view_are_the_same(draining: bool) -> None:
+    engine = Engine(ENGINE, LLAMA_7B_A10)
+    for index in range(6):
+        engine.add(Request(f"r{index}", SyntheticPrompt(index, 200), 9))
+    engine.step(0.0)
+    engine.reserve("m", Request("x", SyntheticPrompt(9, 30), 9), 1)
+    identity = Identity("i", "b", ("m",), "kv")
+    report = make_report(engine, identity, 1, draining=draining)
+    members = Members(report_stale_s=5.0)
+    card = {"id": "m", "root": "m", "parent": None}
+    members.probed(Instance("i", "http://i", "b"), [card], True, None, 1.0)
+    members.reported(report, 1.0)
+    (seen,) = members.view(1.0).instances
+    assert seen.requests_waiting > 0
+    assert view_of(report) == seen
+    assert make_view(engine, identity, draining=draining) == seen
 
 
 def test_a_draining_engine_reports_no_freeness_and_its_view_is_minus_infinity() -> None:

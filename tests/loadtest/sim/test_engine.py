@@ -116,7 +116,7 @@ class Two:
             self.tokens[one.request_id] = self.tokens.get(one.request_id, 0) + 1
             assert one.output_tokens == self.tokens[one.request_id], "a token was lost, or made twice"
         self.ended += names["finished"]
-        waiting = [one.key for one in self.engines[which].load().waiting]
+        waiting = [one.key for one in self.engines[which].waiting()]
         for one in outcome.admitted:
             assert all(one.key < key for key in waiting), "it went past one that waits"
         for one in outcome.preempted:
