@@ -161,6 +161,17 @@ class Outcome:
     ends_at: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """``blocks`` of the free ones, to prompts of which only a part is computed and to requests queued before.
+
+    ``places`` in the batch are taken, by those that run, arrive or are queued before.
+    """
+
+    blocks: int
+    places: int
+
+
 @dataclass(slots=True)
 class Reservation:
     """Blocks, and a place in the batch, for a request that is arriving."""
@@ -274,11 +285,23 @@ class Engine:
             self._remove(request)
         return request
 
-    def fits_now(self, request: Request) -> bool:
-        """Whether it would enter the batch at the next step, past anything that waits: the instance's own verdict."""
-        if self._waiting or not self._has_place():
-            return False
-        return self._blocks_missing(request, self._hits(request)) + self._watermark() <= self.pool.free
+    def missing_blocks(self, request: Request) -> int:
+        """Free blocks that go when a request that is not running is given all that its tokens need."""
+        return self._blocks_missing(request, self._hits(request))
+
+    def promised(self, request: Request | None = None) -> Promised:
+        """What is spoken for before ``request``, or before one that would come last: for an admission's verdict."""
+        blocks = self.settings.watermark_blocks if self._running else 0
+        for one in self._running:
+            if one.total_tokens - one.computed_tokens > 1:
+                blocks += max(0, self.settings.blocks_for(one.total_tokens) - len(one.blocks))
+        places = len(self._running) + len(self._frozen) + len(self._reservations)
+        for key, one in self._waiting:
+            if request is not None and key > request.key:
+                break
+            blocks += self.missing_blocks(one)
+            places += 1
+        return Promised(blocks, places)
 
     def load(self) -> Load:
         return Load(

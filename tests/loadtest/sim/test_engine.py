@@ -348,6 +348,37 @@ def test_settings_with_which_a_request_could_wait_for_ever_are_refused(changes: 
         settings(**changes)
 
 
+@given(SETTINGS, REQUESTS)
+def test_a_request_for_which_there_is_room_beside_what_is_promised_starts_in_the_next_step(
+    one: EngineSettings, requests: list[Any]
+) -> None:
+    """So an instance that admits by these numbers, with a block of growth for each request, makes nobody wait."""
+    engine = Engine(dataclasses.replace(one, step_tokens_max=10_000), FAST)
+    now = 0.0
+    for index, (prompt, output, priority, steps, key) in enumerate(requests):
+        new = request(f"r{index}", prompt, output, priority=priority, arrived_at=float(index), key=key)
+        for _ in range(steps):
+            now = engine.step(now).ends_at or now
+        promised = engine.promised(new)
+        demand = engine.missing_blocks(new) + promised.blocks + promised.places
+        engine.add(new)
+        if demand <= engine.pool.free and promised.places < one.batch_max:
+            outcome = engine.step(now)
+            assert new in outcome.admitted
+            now = outcome.ends_at or now
+
+
+def test_a_prompt_of_which_a_part_is_computed_is_promised_the_rest() -> None:
+    engine = Engine(settings(step_tokens_max=8, batch_max=2), FAST)
+    engine.add(request("a", 30, 4))
+    run(engine, steps=2)
+    queued = request("b", 10, 4, arrived_at=1.0)
+    engine.add(queued)
+    assert engine.promised(queued).blocks == 8 - 4 + 3
+    assert engine.promised(request("high", 4, 4, priority=-1)).blocks == 8 - 4
+    assert engine.promised().places == 2
+
+
 # Migration.
 
 
