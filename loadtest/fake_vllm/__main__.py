@@ -36,15 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # Thousands of streams.
     try:
-        uvloop.run(serve(options, ports, given.host))
+        uvloop.run(serve(options, ports, given.host, given.drain_timeout_s))
     except OSError as error:
         print(f"cannot listen: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-async def serve(options: Options, ports: list[int], host: str) -> None:
-    """Until SIGINT or SIGTERM."""
+async def serve(options: Options, ports: list[int], host: str, drain_timeout_s: float) -> None:
+    """Until SIGINT or SIGTERM, and for as long as draining takes then."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -55,6 +55,7 @@ async def serve(options: Options, ports: list[int], host: str) -> None:
         ending = asyncio.create_task(ended.wait())
         failing = asyncio.create_task(fakes.wait())
         await asyncio.wait({ending, failing}, return_when=asyncio.FIRST_COMPLETED)
+        await fakes.empty(drain_timeout_s if ending.done() else 0.0)
         for task in (ending, failing):
             task.cancel()
         if failing.done() and not failing.cancelled():
@@ -73,6 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--first-port", type=int, default=8101, help="of the first of them; the others follow")
     parser.add_argument("--model", action="append", help="a name that it serves; may be given again")
     parser.add_argument("--instance-ids", default="", help="their ids are this and a number; else address and port")
+    parser.add_argument(
+        "--drain-timeout-s", type=float, default=0.0, help="told to end, wait so long for requests to be moved away"
+    )
     parser.add_argument("--no-plugin", action="store_true", help="plain vLLM servers, without a llumlet")
     speed = parser.add_argument_group("speed")
     speed.add_argument("--profile", default="fast", help=f"{', '.join(PRESETS)} or a JSON file")

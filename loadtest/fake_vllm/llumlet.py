@@ -224,9 +224,19 @@ class Llumlet:
         fields = {name: getattr(report, name) for name in report.__slots__}
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
-    async def close(self) -> None:
+    async def empty(self, timeout_s: float) -> None:
+        """As the plugin before its server ends: wait for a gateway to move what is here, as long as one listens."""
+        self.draining = True
+        deadline = time.monotonic() + timeout_s
+        while self._sessions and self._readers and time.monotonic() < deadline:
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
+    def kill(self) -> None:
         for task in list(self._tasks):
             task.cancel()
+
+    async def close(self) -> None:
+        self.kill()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -98,6 +98,10 @@ class FakeServers:
         for one in self._sockets:
             one.close()
 
+    async def empty(self, timeout_s: float) -> None:
+        """Take nothing new, and give gateways the time to move what is here."""
+        await asyncio.gather(*(site.llumlet.empty(timeout_s) for site in self.sites))
+
     async def wait(self) -> None:
         """Until one of the instances' loops ends, which is a bug."""
         tasks = [task for some in self._tasks.values() for task in some]
@@ -140,6 +144,7 @@ class FakeServers:
             transport = getattr(connection, "transport", None)
             if transport is not None and (transport.get_extra_info("sockname") or ("", 0))[1] == port:
                 transport.abort()
+        self.sites[index].llumlet.kill()
         for task in self._tasks.get(port, []):
             task.cancel()
 
