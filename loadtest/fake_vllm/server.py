@@ -69,6 +69,8 @@ class FakeServers:
             await self._server.startup(sockets=self._sockets)
         except BaseException:
             await self._http.close()
+            for one in self._sockets:
+                one.close()
             raise
         self._ticking = asyncio.create_task(self._server.main_loop())
         for index, (port, site) in enumerate(by_port.items()):

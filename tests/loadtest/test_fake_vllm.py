@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +22,7 @@ from gateway.policy.decide import Policy
 from loadtest.fake_vllm.__main__ import main
 from loadtest.fake_vllm.application import Application
 from loadtest.fake_vllm.server import FakeServers, Options
+from loadtest.processes import free_port
 from loadtest.sim.engine import EngineSettings
 from loadtest.sim.profile import FAST, Profile
 from tests.conftest import Running, StartGateway, http_client, until, until_true
@@ -368,6 +374,24 @@ async def test_many_instances_share_a_process_and_each_reports_for_itself() -> N
                 report = wire.Report.from_json(json.loads(await anext(response.aiter_lines())))
                 names.append(report.instance_id)
         assert names == ["f0", "f31", "f63"]
+
+
+@pytest.mark.slow
+def test_the_command_serves_until_it_is_killed_by_its_fault() -> None:
+    command = [sys.executable, "-m", "loadtest.fake_vllm", "--port", str(free_port()), "--die-at-step", "0"]
+    ended = subprocess.run(
+        command, env=os.environ | {"KVFERRY_SECRET": SECRET}, timeout=120, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVFERRY_SECRET", SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["--port", str(taken.getsockname()[1])]) == 1
+    assert capsys.readouterr().err.startswith("cannot listen: ")
 
 
 @pytest.mark.parametrize(
