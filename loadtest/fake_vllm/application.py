@@ -99,7 +99,7 @@ class Exchange:
             case "GET", "/version":
                 await self.json(200, {"version": VLLM_VERSION})
             case "GET", "/v1/models":
-                cards = [
+                cards: list[dict[str, Any]] = [
                     {
                         "id": model,
                         "object": "model",

@@ -389,7 +389,7 @@ class Cluster:
             source.rests_until = self.now + self.settings.settle_s
             return
         destination.engine.receive(move.reservation_id, request, full)
-        computed = request.total_tokens - 1 if self.settings.copies_tail and full else None
+        computed = request.computed_tokens if self.settings.copies_tail else None
         assert source.engine.detach(request.request_id)
         assert destination.engine.adopt(move.reservation_id, request, computed)
         record = self.records[request.request_id]
