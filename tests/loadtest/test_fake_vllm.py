@@ -19,6 +19,7 @@ import pytest
 
 from gateway import wire
 from gateway.policy.decide import Policy
+from gateway.policy.migration import MigrationSettings
 from loadtest.fake_vllm.__main__ import main
 from loadtest.fake_vllm.application import Application
 from loadtest.fake_vllm.server import FakeServers, Options
@@ -199,6 +200,22 @@ async def test_a_pairing_moves_the_requests_of_a_full_instance(start_gateway: St
         assert isinstance(comments[-1], wire.Moved)
         assert answer.count(b"data: ") == comments[-1].output_tokens
         assert site.llumlet.report().migrations_out == 0
+
+
+async def test_the_leader_moves_a_request_away_from_a_full_instance(start_gateway: StartGateway) -> None:
+    small = EngineSettings(blocks_total=60, sequence_tokens_max=900)
+    full = MigrationSettings(low_freeness_steps=600, high_freeness_steps=700)
+    fields = {"messages": [{"role": "user", "content": "word" * 450}], "max_tokens": 400}
+    async with fakes(engine=small) as servers, start_gateway(**urls(servers), migration=full) as running:
+        expected = same(await running.stream(**fields))
+        stream = Stream(running, servers, **fields)
+
+        async def has_moved() -> bool:
+            live = (await running.admin("GET", "/admin/requests")).json()["requests"]
+            return any(move["kind"] == "migrated" for one in live for move in one["moves"])
+
+        await until_true(has_moved, 20)
+        assert await stream.bytes() == expected
 
 
 async def test_an_instance_that_dies_under_a_stream_leaves_it_to_the_other(start_gateway: StartGateway) -> None:
