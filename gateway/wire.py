@@ -362,8 +362,8 @@ def encode_busy_header(busy: Busy) -> str:
 
 def decode_busy_header(value: str) -> Busy | None:
     match value.split():
-        case [needed, blocks, places] if needed == "-" or _is_count(needed):
-            if not (_is_count(blocks) and _is_count(places)):
+        case [needed, blocks, places] if needed == "-" or is_count(needed):
+            if not (is_count(blocks) and is_count(places)):
                 return None
             return Busy(None if needed == "-" else int(needed), int(blocks), int(places))
         case _:

@@ -101,7 +101,27 @@ def test_the_plugin_and_the_load_tests_know_the_gateway_only_by_its_messages_and
     for path in [*ROOT.glob("vllm_plugin/*.py"), *ROOT.glob("loadtest/**/*.py")]:
         ours = {name for name in imports(path) if name.split(".")[0] == "gateway"}
         assert all(name.split(".")[1] in ("wire", "policy") for name in ours), path
-        assert "vllm_plugin" not in {name.split(".")[0] for name in imports(path)} or path.parent.name == "vllm_plugin"
+        if path.parent.name != "vllm_plugin":
+            plugins = {name for name in imports(path) if name.split(".")[0] == "vllm_plugin"}
+            assert plugins <= (WITHOUT_VLLM if path.parent.name == "fake_vllm" else set()), path
+
+
+WITHOUT_VLLM = {"vllm_plugin.handshake", "vllm_plugin.settings"}
+"""What the fake instances take from the plugin, so that both speak the same handshake with the same limits."""
+
+
+def test_what_the_fakes_take_from_the_plugin_needs_no_vllm() -> None:
+    for name in WITHOUT_VLLM:
+        path = ROOT / f"{name.replace('.', '/')}.py"
+        roots = {part.split(".")[0] for part in imports(path)}
+        assert roots <= sys.stdlib_module_names | {"aiohttp", "gateway"}, path
+
+
+def test_the_engine_model_has_no_clock_and_no_dice() -> None:
+    """The simulator gives it both; so a run repeats to the byte."""
+    for path in ROOT.glob("loadtest/sim/*.py"):
+        roots = {name.split(".")[0] for name in imports(path)}
+        assert not roots & {"time", "datetime", "asyncio", "secrets", "uuid"}, path
 
 
 def test_one_module_alone_names_what_is_vllms() -> None:

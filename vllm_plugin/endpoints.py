@@ -13,8 +13,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from gateway import wire
 from vllm_plugin import compat
-from vllm_plugin.incoming import Refused
-from vllm_plugin.llumlet import Abort, Commit, Llumlet, NoSuchRequest, Reserve, Stage, start_data_plane
+from vllm_plugin.handshake import Abort, Commit, Refused, Reserve, Stage
+from vllm_plugin.llumlet import Llumlet, NoSuchRequest, start_data_plane
 from vllm_plugin.managed import ManagedRequests, error_response, has_secret
 from vllm_plugin.scheduler import KvferryScheduler
 from vllm_plugin.session import current_session

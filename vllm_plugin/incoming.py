@@ -13,6 +13,7 @@ import time
 from typing import Any, Protocol
 
 from vllm_plugin import compat
+from vllm_plugin.handshake import Refused
 from vllm_plugin.session import Session
 from vllm_plugin.settings import CLAIM_LIMIT_S, COMMIT_TIMEOUT_S, REPLAY_TOKEN_S, RESERVATION_LEASE_S
 
@@ -21,10 +22,6 @@ logger = logging.getLogger("vllm.kvferry.incoming")
 REPLAY_LAG_TOKENS = 8
 """A request whose replay is so close to its output's end is ready for the commit."""
 COMPILING_POLL_S = 0.005
-
-
-class Refused(Exception):
-    """The other side, or this one, does not go on with a migration; the message is the reason."""
 
 
 class Engine(Protocol):

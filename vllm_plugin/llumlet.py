@@ -21,8 +21,9 @@ import aiohttp
 from gateway import wire
 from gateway.policy.usage import RequestUsage, freeness_steps, virtual_usage_blocks
 from vllm_plugin import __version__, compat, metrics
-from vllm_plugin.incoming import Incoming, Refused
-from vllm_plugin.outgoing import Destination, Migration, Peer
+from vllm_plugin.handshake import Commit, Destination, Peer, Refused, Reserve, Stage, read_agents
+from vllm_plugin.incoming import Incoming
+from vllm_plugin.outgoing import Migration
 from vllm_plugin.session import Session
 from vllm_plugin.settings import (
     COMMIT_TIMEOUT_S,
@@ -590,61 +591,6 @@ class Llumlet:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a task of the llumlet ended: %r", error, exc_info=error)
-
-
-@dataclass(frozen=True, slots=True)
-class Reserve(wire.Message):
-    """First step of the handshake: room for a request of which ``blocks`` blocks are finished at the source."""
-
-    request_id: str
-    source_id: str
-    kv_format: str | None
-    agents: list[list[Any]]
-    """Host and port of the source's KV agent, a pair a rank."""
-    read_token: str
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
-    cache_salt: str | None
-    blocks: int
-
-
-def read_agents(agents: list[list[Any]]) -> list[tuple[str, int]]:
-    """Host and port, by rank. Raises WireError."""
-    addresses: list[tuple[str, int]] = []
-    for agent in agents:
-        match agent:
-            case [str(host), int(port)] if 0 < port < 65536:
-                addresses.append((host, port))
-            case _:
-                raise wire.WireError("agents must be a list of [host, port]")
-    return addresses
-
-
-@dataclass(frozen=True, slots=True)
-class Stage(wire.Message):
-    """Blocks that were finished since the last step (``source_blocks``: ids at the source), and the output tokens."""
-
-    blocks_from: int
-    source_blocks: list[int]
-    tokens_from: int
-    output_token_ids: list[int]
-    wait_s: float
-    """How long the source would have the answer wait for the gateway to open the request here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Commit(Stage):
-    """The last stage, and the end of the request at the source."""
-
-    output_tokens: int
-    logprobs: list[Any] | None
-    cached_tokens: int | None
-    """The client's prefix hit at the source; ``None`` if it was never scheduled there, so that this one's counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Abort(wire.Message):
-    reason: str = ""
 
 
 async def start_data_plane(settings: Settings, engine_client: Any, description: dict[str, Any]) -> Data:

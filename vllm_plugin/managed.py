@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import wire
-from vllm_plugin.incoming import Refused
+from vllm_plugin.handshake import Refused
 from vllm_plugin.llumlet import Llumlet
 from vllm_plugin.session import Session, current_session
 from vllm_plugin.settings import Settings

@@ -14,11 +14,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-
 from gateway import wire
 from vllm_plugin import compat
-from vllm_plugin.incoming import Engine, Refused
+from vllm_plugin.handshake import Destination, Fetched, Peer, Refused, Reserved
+from vllm_plugin.incoming import Engine
 from vllm_plugin.session import Session
 from vllm_plugin.settings import (
     BIND_WAIT_S,
@@ -33,54 +32,6 @@ from vllm_plugin.settings import (
 from vllm_plugin.transfer import AgentClient, TransferError
 
 logger = logging.getLogger("vllm.kvferry.migration")
-
-
-@dataclass(frozen=True)
-class Destination:
-    instance_id: str
-    url: str
-
-
-class Peer:
-    """The destination's handshake routes, for one migration."""
-
-    def __init__(self, http: aiohttp.ClientSession, secret: str, destination: Destination, migration_id: str) -> None:
-        self._http = http
-        self._headers = {wire.SECRET_HEADER: secret}
-        self._url = f"{destination.url.rstrip('/')}/llumlet/migrations/{migration_id}"
-
-    async def post(self, step: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """One step of the handshake. Raises Refused with the destination's reason, also when it cannot be reached."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with self._http.post(
-                f"{self._url}/{step}", json=body, headers=self._headers, timeout=timeout, allow_redirects=False
-            ) as response:
-                answer = await response.json(content_type=None)
-        except (aiohttp.ClientError, RuntimeError, TimeoutError, ValueError) as error:
-            # RuntimeError: aiohttp's word for a connection that had closed before the read began.
-            raise Refused(f"the destination did not answer {step}: {error!r}") from error
-        if response.status != 200 or not isinstance(answer, dict):
-            error_body = answer.get("error") if isinstance(answer, dict) else None
-            reason = error_body.get("message") if isinstance(error_body, dict) else None
-            raise Refused(str(reason or f"the destination answered {step} with status {response.status}"))
-        return answer
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved(wire.Message):
-    """A destination's answer to ``reserve``."""
-
-    copy: bool
-    reused: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched(wire.Message):
-    """A destination's answer to ``stage`` and ``commit``."""
-
-    bytes: int
-    bound: bool
 
 
 @dataclass

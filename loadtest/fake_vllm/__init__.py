@@ -1,0 +1,1 @@
+"""Fake vLLM servers with their llumlets: HTTP around the engine model of ``loadtest.sim``, hundreds in one process."""

@@ -1,0 +1,140 @@
+"""What an engine reports: the llumlet's message, and the policy's view of it without the way through a gateway."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from gateway import wire
+from gateway.policy.usage import RequestUsage, freeness_steps, virtual_usage_blocks
+from gateway.policy.view import InstanceView, ModelGroup
+from loadtest.sim.engine import Engine, Load
+
+VLLM_VERSION = "0.32.0"
+NO_HEADROOM: Mapping[int, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What stays the same in an instance's reports."""
+
+    instance_id: str
+    boot_id: str
+    models: tuple[str, ...]
+    kv_format: str | None = None
+    kv_reason: str | None = None
+
+
+def make_report(
+    engine: Engine,
+    identity: Identity,
+    sequence: int,
+    *,
+    draining: bool = False,
+    migrations_in: int = 0,
+    migrations_out: int = 0,
+    headroom_blocks: Mapping[int, int] = NO_HEADROOM,
+) -> wire.Report:
+    """As the llumlet in a real server makes it (``vllm_plugin.llumlet``)."""
+    load, settings = engine.load(), engine.settings
+    usage = _usage_blocks(load, headroom_blocks, draining)
+    freeness = freeness_steps(settings.blocks_total, usage, load.running, settings.block_size)
+    return wire.Report(
+        instance_id=identity.instance_id,
+        boot_id=identity.boot_id,
+        sequence=sequence,
+        models=list(identity.models),
+        vllm_version=VLLM_VERSION,
+        plugin_version="0",
+        protocol_version=wire.PROTOCOL_VERSION,
+        kv_format=identity.kv_format,
+        kv_reason=identity.kv_reason,
+        block_size=settings.block_size,
+        blocks_total=settings.blocks_total,
+        blocks_free=load.blocks_free,
+        blocks_reserved=load.blocks_reserved,
+        requests_running=load.running,
+        requests_waiting=load.waiting,
+        requests_running_max=settings.batch_max,
+        running_by_priority=_by_priority(request.priority for request in engine.running()),
+        waiting_by_priority=_by_priority(request.priority for request in engine.waiting()),
+        virtual_usage_blocks=None if draining else usage,
+        freeness_steps=None if draining else freeness,
+        head_of_line_blocks=load.head_of_line_blocks,
+        queued_blocks=load.queued_blocks,
+        step_ms=round(load.step_ms, 3),
+        draining=draining,
+        migrations_in=migrations_in,
+        migrations_out=migrations_out,
+    )
+
+
+def view_of(report: wire.Report, *, healthy: bool = True, stale: bool = False) -> InstanceView:
+    """What a gateway's policy sees when this is an instance's last report."""
+    usage, freeness = report.virtual_usage_blocks, report.freeness_steps
+    return InstanceView(
+        instance_id=report.instance_id,
+        groups=groups_of(tuple(report.models)),
+        healthy=healthy,
+        stale=stale,
+        draining=report.draining,
+        kv_format=report.kv_format,
+        block_size=report.block_size,
+        blocks_total=report.blocks_total,
+        virtual_usage_blocks=math.inf if usage is None else usage,
+        head_of_line_blocks=report.head_of_line_blocks,
+        queued_blocks=report.queued_blocks,
+        requests_running=report.requests_running,
+        requests_waiting=report.requests_waiting,
+        freeness_steps=-math.inf if freeness is None else freeness,
+        requests_running_max=report.requests_running_max,
+    )
+
+
+def make_view(
+    engine: Engine,
+    identity: Identity,
+    *,
+    draining: bool = False,
+    headroom_blocks: Mapping[int, int] = NO_HEADROOM,
+) -> InstanceView:
+    """``view_of(make_report(...))`` in a fifth of the time, for simulations: most of theirs went there."""
+    load, settings = engine.load(), engine.settings
+    usage = _usage_blocks(load, headroom_blocks, draining)
+    return InstanceView(
+        identity.instance_id,
+        groups_of(identity.models),
+        True,
+        False,
+        draining,
+        identity.kv_format,
+        settings.block_size,
+        settings.blocks_total,
+        usage,
+        load.head_of_line_blocks,
+        load.queued_blocks,
+        load.running,
+        load.waiting,
+        freeness_steps(settings.blocks_total, usage, load.running, settings.block_size),
+        settings.batch_max,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def groups_of(models: tuple[str, ...]) -> frozenset[ModelGroup]:
+    return frozenset(ModelGroup(model, model) for model in models)
+
+
+def _usage_blocks(load: Load, headroom_blocks: Mapping[int, int], draining: bool) -> float:
+    """A class of running requests counts as one: virtual usage takes sums over them, and a test holds it to that."""
+    usages = [RequestUsage(blocks, 0, False, False, priority) for priority, blocks in load.running_blocks.items()]
+    if load.head_of_line_blocks:
+        usages.append(RequestUsage(0, load.head_of_line_blocks, True, True))
+    return virtual_usage_blocks(usages, headroom_blocks, draining) + load.blocks_reserved
+
+
+def _by_priority(priorities: Iterable[int]) -> dict[str, int]:
+    return {str(priority): count for priority, count in sorted(Counter(priorities).items())}
