@@ -231,7 +231,9 @@ class MetricsPage:
         yield _gauge("instances_healthy", {(): self._members.healthy_count()})
         yield _gauge("model_instances", usable, ["model"])
         yield _gauge("requests_in_flight", {(): self._sessions.count()})
-        waiting = {(one.word,): float(count) for one, count in self._waiting.waiting_by_class().items()}
+        waiting: dict[Labels, float] = {
+            (one.word,): float(count) for one, count in self._waiting.waiting_by_class().items()
+        }
         yield _gauge("requests_waiting", waiting, ["priority"])
         yield _gauge("leader", {(): float(self._leader.is_leading)})
         yield _gauge("redis_up", {(): float(self._store.up)})

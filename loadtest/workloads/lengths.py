@@ -27,8 +27,8 @@ class PowerLaw:
 
     def draw(self) -> Draw:
         steps = range(1, 2 * self.mean)
-        weights = list(itertools.accumulate(step**-self.alpha for step in steps))
-        mean_step = sum(step ** (1 - self.alpha) for step in steps) / weights[-1]
+        weights = list(itertools.accumulate(math.pow(step, -self.alpha) for step in steps))
+        mean_step = sum(math.pow(step, 1 - self.alpha) for step in steps) / weights[-1]
 
         def length(chance: random.Random) -> int:
             step = 1 + bisect.bisect(weights, chance.random() * weights[-1])

@@ -137,7 +137,7 @@ class FakePort:
         return self.unfinished
 
     def blocks_missing(self, request: Any) -> int:
-        return -(-request.num_tokens // BLOCK_SIZE) - self.shared
+        return -(-int(request.num_tokens) // BLOCK_SIZE) - self.shared
 
 
 class Bench:
