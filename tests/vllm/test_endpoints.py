@@ -71,7 +71,8 @@ async def test_an_error_of_messages_has_anthropics_shape(client: Client) -> None
     body = {"model": "no-such-model", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
     response = await client.http.post(f"{client.url}/v1/messages", json=body, headers=client.headers())
     assert response.status_code == 404
-    assert (response.json()["type"], set(response.json()["error"])) == ("error", {"type", "message"})
+    assert response.json()["type"] == "error"
+    assert set(response.json()["error"]) >= {"type", "message"}
 
 
 async def test_a_response_and_its_stream_under_the_openai_client(api: openai.OpenAI, stack: Stack) -> None:
