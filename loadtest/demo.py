@@ -48,6 +48,9 @@ class Case:
     def is_chat(self) -> bool:
         return "messages" in self.parameters
 
+    def twice_as_long(self) -> Case:
+        return replace(self, parameters={**self.parameters, "max_tokens": 2 * self.parameters["max_tokens"]})
+
 
 CASES = (
     Case("chat, greedy", {**CHAT, "temperature": 0, "max_tokens": 300}),
@@ -121,7 +124,7 @@ def measure_moves(output: Output, results: Sequence[MigrationResult]) -> list[Mo
     ]
 
 
-ATTEMPTS_MAX = 3
+ATTEMPTS_MAX = 4
 
 
 class MoveFailed(RuntimeError):
@@ -314,15 +317,19 @@ def describe_move(move: Move) -> str:
     return f"{where}: pause {move.pause_ms:.0f} ms ({usual}); {how}"
 
 
-async def run_moved(ferry: Ferry, case: Case) -> tuple[Output, list[Move]]:
-    """On a busy machine a stream can end before the order to move it gets through: then it is run again."""
+async def run_both(ferry: Ferry, case: Case) -> tuple[Output, Output, list[Move]]:
+    """Left alone, and moved. On a busy machine a stream can end before the order to move it gets through: then both are
+    run again, twice as long."""
     for attempt in itertools.count(1):
+        expected = await ferry.run_unmoved(case)
+        print(f"      left alone: {len(expected.token_ids)} tokens: {_short(expected.text)}", flush=True)
         try:
-            return await ferry.run_moved(case)
+            return expected, *await ferry.run_moved(case)
         except MoveFailed as error:
             if attempt == ATTEMPTS_MAX:
                 raise
             print(f"      not moved, so once more: {error}", flush=True)
+            case = case.twice_as_long()
     raise AssertionError
 
 
@@ -340,9 +347,7 @@ async def show(stack: Stack, cases: Sequence[Case]) -> int:
                 if case.name == STOP_CASE_NAME:
                     case = await prepare_stop_case(case, ferry)
                     print(f"      stops at {case.parameters['stop']!r}", flush=True)
-                expected = await ferry.run_unmoved(case)
-                print(f"      left alone: {len(expected.token_ids)} tokens: {_short(expected.text)}", flush=True)
-                moved, moves = await run_moved(ferry, case)
+                expected, moved, moves = await run_both(ferry, case)
             except (MoveFailed, openai.APIError, httpx.HTTPError) as error:
                 print(f"      FAILED: {error}", flush=True)
                 continue
