@@ -190,6 +190,7 @@ async def test_the_leader_moves_a_request_away_from_a_full_instance(start_gatewa
     async with fakes(engine=small) as servers, start_gateway(**urls(servers), migration=full) as running:
         expected = same(await running.stream(**fields))
         stream = Stream(running, servers, **fields)
+        pace(servers, FAST.faster(0.03))
 
         async def has_moved() -> bool:
             live = (await running.admin("GET", "/admin/requests")).json()["requests"]
