@@ -405,13 +405,13 @@ async def test_a_connection_that_had_closed_before_it_was_read_is_a_cut(plugin: 
     """aiohttp says RuntimeError then, and a stream that was on its way ended with an error of ours."""
 
     class Closed:
-        def post(self, *_: object, **__: object) -> contextlib.AbstractAsyncContextManager[object]:
-            return self._closed()
+        def post(self, *_: object, **__: object) -> Closed:
+            return self
 
-        @contextlib.asynccontextmanager
-        async def _closed(self) -> AsyncIterator[object]:
+        async def __aenter__(self) -> None:
             raise RuntimeError("Connection closed.")
-            yield
+
+        async def __aexit__(self, *_: object) -> None: ...
 
     outgoing = plugin.outgoing
     peer = outgoing.Peer(Closed(), SECRET, outgoing.Destination("b", "http://127.0.0.1:1"), "m")
