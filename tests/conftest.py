@@ -75,7 +75,7 @@ class Running:
 
 def http_client(url: str) -> httpx.AsyncClient:
     """Without the authorities' certificates, which take longer to read than a test takes."""
-    return httpx.AsyncClient(base_url=url, timeout=20, verify=False, trust_env=False)
+    return httpx.AsyncClient(base_url=url, timeout=60, verify=False, trust_env=False)
 
 
 def chat_body(**fields: Any) -> dict[str, Any]:

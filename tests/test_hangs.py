@@ -39,7 +39,7 @@ async def test_a_request_of_a_stopped_process_goes_on_elsewhere(stream: bool, st
     ):
         unmoved = normal((await running.chat(stream=stream)).content)
         a.script = stops_after(3)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert normal((await running.chat(stream=stream)).content) == unmoved
         assert [resume.output_token_ids for resume in b.resumes.values()] == ([token_ids(0, 3)] if stream else [])
         await gone(a.exchanges[-1])
@@ -62,13 +62,13 @@ async def test_a_long_step_is_no_hang(stream: bool, start_gateway: StartGateway)
 
     async def long_prefill(exchange: Exchange) -> None:
         exchange.instance.engine_busy = True
-        await asyncio.sleep(2)
+        await asyncio.sleep(5)  # Far longer than a hang, which is far longer than a machine stands still.
         exchange.instance.engine_busy = False
         await generate(exchange)
 
     async with (
         instances("a", "b") as (a, b),
-        start_gateway(a, b, budgets=BUDGETS, intervals=QUICK) as running,
+        start_gateway(a, b, budgets=dataclasses.replace(BUDGETS, hang_s=3), intervals=QUICK) as running,
     ):
         a.script = long_prefill
         assert (await running.chat(stream=stream)).status_code == 200
@@ -125,7 +125,7 @@ async def test_a_stream_of_a_dead_engine_goes_on_elsewhere_at_once(start_gateway
             await starts_and_waits(exchange)
 
         a.script = dies
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(60):
             assert normal(await running.stream()) == unmoved
         assert running.gateway.members.healthy_count() == 1
 
@@ -142,7 +142,7 @@ async def test_an_instance_that_was_restarted_without_a_word_is_no_longer_waited
             await starts_and_waits(exchange)
 
         a.script = reborn
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(60):
             assert normal(await running.stream()) == unmoved
 
 
@@ -170,7 +170,7 @@ async def test_a_destination_that_is_stopped_after_the_commit_is_given_up(
             await exchange.client_gone.wait()
 
         a.script, b.script = source, silent
-        async with asyncio.timeout(6):
+        async with asyncio.timeout(60):
             assert normal((await running.chat(stream=stream)).content) == unmoved
 
 
@@ -190,7 +190,7 @@ async def test_a_source_that_is_stopped_while_a_destination_waits_is_given_up(st
 
         waiting: list[Exchange] = []
         a.script, c.script = source, silent_then_generate
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert normal(await running.stream()) == unmoved
         await gone(*waiting)
 
