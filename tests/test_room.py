@@ -233,7 +233,9 @@ async def test_two_gateways_over_one_redis_keep_one_order(
             tasks += await wait_in_turn(running, (name, priority))
             await until_true(lambda: told(one, len(tasks) - 1))  # noqa: B023
         order = await drained(engine, 7, one, two)
-        assert order == ["first", "h1", "h2", "n1", "n2", "n3", "l1"]
+        assert [name[0] for name in order] == [*"fhhnnnl"]
+        # Of one class and of two gateways, who is told busy may be overtaken by who asks a moment later.
+        assert [name for name in order if name in ("h1", "n1", "n3")] == ["h1", "n1", "n3"]
         assert {(await task).status_code for task in tasks} == {200}
 
 
