@@ -29,19 +29,26 @@ kvferry is up. Ctrl-C ends it.
 {instances}
   logs            {stack.log_directory}
 
-A stream of 2,000 tokens, about 15 seconds. Paste it into `.venv/bin/python`:
+A stream of 6,000 tokens, about a minute. Paste it into `.venv/bin/python`:
 
 from openai import OpenAI
 client = OpenAI(base_url="{stack.gateway_url}/v1", api_key="{stack.api_key}")
 stream = client.chat.completions.create(
     model="{stack.model}", messages=[{{"role": "user", "content": "Tell me about the river."}}],
-    max_tokens=2000, temperature=0, stream=True, extra_body={{"ignore_eos": True}},
+    max_tokens=6000, temperature=0, stream=True, extra_body={{"ignore_eos": True}},
 )
 for chunk in stream:
     print(chunk.choices[0].delta.content or "", end="", flush=True)
 
-While it runs, from another terminal: what runs where, and a move. Take the id from the first reply, and the server
-that the request is not on:
+While it runs, from another terminal: what runs where, and a move. ID is in the first reply, and so is where the request
+runs; move it to the other one, a or b:
+
+export KVFERRY_URL={stack.gateway_url} KVFERRY_ADMIN_KEY={stack.admin_key}
+.venv/bin/kvferry requests
+.venv/bin/kvferry migrate ID b
+.venv/bin/kvferry status --watch
+
+The same with curl:
 
 curl -s {admin.replace(stack.gateway_url, stack.gateway_url + "/admin/requests")}
 curl -s {admin.replace(stack.gateway_url, stack.gateway_url + "/admin/instances")}

@@ -132,7 +132,7 @@ def _is_url(url: str) -> bool:
 def _unreachable(url: str, error: httpx.TransportError) -> str:
     if isinstance(error, httpx.TimeoutException):
         return f"{url} does not answer in time"
-    return f"{url} cannot be reached: {printable(str(error)) or type(error).__name__}"
+    return f"{url} cannot be reached (--url or KVFERRY_URL): {printable(str(error)) or type(error).__name__}"
 
 
 def _read(url: str, response: httpx.Response) -> dict[str, Any]:
