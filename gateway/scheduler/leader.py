@@ -70,7 +70,9 @@ class Leader:
         actions, self._memory = decide(self._members.view(time.monotonic()), before, time.monotonic(), self._settings)
         for action in actions:
             self._say(action, before)
+        acts_at = time.monotonic()
         await self._act(actions, lease)
+        self._counters.distribution("leader_actions_seconds").observe(time.monotonic() - acts_at)
         await self._publish(lease)
         self._counters.distribution("leader_tick_seconds").observe(time.monotonic() - began_at)
 
