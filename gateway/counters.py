@@ -62,7 +62,9 @@ FAMILIES = {
     "leader_actions": Family("What the leader has decided; a renewal is none.", ("action",)),
     "actions_failed": Family("Actions of the leader that an instance refused or did not answer."),
     "leader_tick_seconds": Family("One round of the leader.", (), _TICKS_S),
-    "leader_actions_seconds": Family("Of that, until the instances had answered what it had them do.", (), _TICKS_S),
+    "leader_work_seconds": Family(
+        "Of that, what waits for no instance: to decide, and to write the snapshot.", (), _TICKS_S
+    ),
     "decision_seconds": Family(
         "Of a request's arrival: to find the instance where it starts at once.", (), _DECISIONS_S
     ),
