@@ -140,14 +140,14 @@ class Message:
     __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {field.name: _to_json(getattr(self, field.name)) for field in _fields(type(self))}
+        return {field.name: _to_json(getattr(self, field.name)) for field in _fields(type(self))}  # type: ignore[arg-type]
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
         if not isinstance(value, dict):
             raise WireError(f"{cls.__name__} must be an object")
         fields: dict[str, Any] = {}
-        for field in _fields(cls):
+        for field in _fields(cls):  # type: ignore[arg-type]
             name = field.name
             if name in value:
                 entry = value[name]
