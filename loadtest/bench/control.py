@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -138,6 +138,8 @@ async def run(arguments: argparse.Namespace) -> int:
     logs = Path(".cache/logs") / time.strftime("bench-control-%Y%m%d-%H%M%S")
     logs.mkdir(parents=True)
     plan = QUICK if arguments.quick else FULL
+    if arguments.instances:
+        plan = replace(plan, instances=tuple(arguments.instances))
     rows: list[dict[str, Any]] = []
     windows: list[dict[str, Any]] = []
     try:
@@ -160,6 +162,7 @@ async def run(arguments: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtest.bench.control", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short windows: about a minute and a half")
+    parser.add_argument("--instances", type=int, nargs="+", metavar="N", help="in place of 16 64 256")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"default {RESULT}, with --quick {QUICK_RESULT}")
     return run_until_signal(run(parser.parse_args()))
 
