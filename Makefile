@@ -27,7 +27,7 @@ NONE_CHOSEN = { [ $$? -eq 5 ] && $(if $(ARGS),true,false); }
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo up soak test test-fast node-client bench-migration bench-gateway check format setup model clean
+.PHONY: help demo up soak test test-fast node-client bench-migration bench-gateway bench-control check format setup model clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1~/p' Makefile | awk -F'~' '{printf "%-18s %s\n", $$1, $$2}'
@@ -56,6 +56,9 @@ bench-migration: $(READY) $(BENCH_STAMP) $(BENCH_MODEL_STAMP)  ## what a move co
 
 bench-gateway: $(KVFERRY_STAMP) $(PEERS_STAMP)  ## what the gateway costs, beside others; ARGS=--quick for two minutes, ARGS=--memory for 100,000 requests
 	@$(RUN) -m loadtest.bench.gateway $(ARGS)
+
+bench-control: $(KVFERRY_STAMP)  ## what the control plane bears, from 16 to 256 instances; ARGS=--quick for two minutes
+	@$(RUN) -m loadtest.bench.control $(ARGS)
 
 check: $(KVFERRY_STAMP)  ## formatting, lint and types
 	$(RUN) -m ruff format --check .

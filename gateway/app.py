@@ -277,6 +277,7 @@ class Gateway:
         self.metrics.forget_gone()
         self.dispatcher.forget(self.members.get)
         self.backend.forget(self.members.get)
+        self.llumlets.keep(self.targets.urls())
 
     def _run(self, name: str, loop: Coroutine[Any, Any, None]) -> None:
         self._loops.append(asyncio.create_task(loop, name=name))

@@ -8,6 +8,7 @@ compression, no second try. What has arrived is read before the end of the conne
 from __future__ import annotations
 
 import asyncio
+import functools
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -297,7 +298,7 @@ class Pool:
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._netloc = parts.netloc
         self._base = parts.path.rstrip("/")
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls = _tls() if parts.scheme == "https" else None
         self._connect_s = connect_s
         self._keep_alive_s = keep_alive_s
         self._places = asyncio.Semaphore(connections_max)
@@ -378,6 +379,12 @@ class Pool:
             raise
         self._used.add(connection)
         return connection
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """One for all: reading the authorities' certificates takes tens of milliseconds."""
+    return ssl.create_default_context()
 
 
 def _encoded(head: str) -> bytes:

@@ -17,6 +17,8 @@ _GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15
 _FIRST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _WHOLE_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 _COUNTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0)
+_TICKS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_DECISIONS_S = (0.00002, 0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
 _BYTES = tuple(4.0**power * 1024 for power in range(12))
 
 
@@ -59,7 +61,13 @@ FAMILIES = {
     "drain_moves": Family("Requests moved away from draining instances."),
     "leader_actions": Family("What the leader has decided; a renewal is none.", ("action",)),
     "actions_failed": Family("Actions of the leader that an instance refused or did not answer."),
-    "leader_tick_seconds": Family("One round of the leader.", (), _GAPS_S),
+    "leader_tick_seconds": Family("One round of the leader.", (), _TICKS_S),
+    "leader_work_seconds": Family(
+        "Of that, what waits for no instance: to decide, and to write the snapshot.", (), _TICKS_S
+    ),
+    "decision_seconds": Family(
+        "Of a request's arrival: to find the instance where it starts at once.", (), _DECISIONS_S
+    ),
     "loop_failures": Family("Rounds of a background loop that failed of a bug.", ("loop",)),
     "report_streams_lost": Family("Connections for an instance's reports that ended."),
     "requests_waited": Family("Requests that waited because no instance was usable, or none had room."),

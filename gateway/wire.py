@@ -64,24 +64,55 @@ class WireError(ValueError):
     """A message that does not have the agreed shape."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    kind: Any
+    usual: Any
+    """What a value is mostly of, exactly: it needs no other check."""
+    required: bool
+
+
 @functools.cache
-def _hints(message: type) -> dict[str, Any]:
-    """Making them anew took most of the time that a report takes."""
-    return typing.get_type_hints(message)
+def _fields(message: type) -> tuple[_Field, ...]:
+    """Made once: 256 instances report 2,560 times a second."""
+    hints = typing.get_type_hints(message)
+    return tuple(
+        _Field(
+            field.name,
+            hints[field.name],
+            _usual(hints[field.name]),
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+        )
+        for field in dataclasses.fields(message)
+    )
+
+
+def _usual(kind: Any) -> Any:
+    options = typing.get_args(kind) if typing.get_origin(kind) is types.UnionType else (kind,)
+    return next((option for option in options if option in _PLAIN), None)
+
+
+_PLAIN = (str, int, float, bool)
+
+
+@functools.cache
+def _shape(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(kind), typing.get_args(kind)
 
 
 def _check(value: Any, kind: Any, name: str) -> Any:
     """``value`` as ``kind``, one of: a plain type, ``X | None``, ``list[X]``, ``dict[str, X]`` or a Message."""
-    origin = typing.get_origin(kind)
+    origin, arguments = _shape(kind)
     if origin is types.UnionType:
-        options = typing.get_args(kind)
+        options = arguments
         if value is None and types.NoneType in options:
             return None
         return _check(value, next(option for option in options if option is not types.NoneType), name)
     if origin is list:
         if not isinstance(value, list):
             raise WireError(f"{name} must be a list")
-        (item,) = typing.get_args(kind)
+        (item,) = arguments
         if item is int:  # Token ids: long lists, so checked in one pass.
             if not all(type(entry) is int for entry in value):
                 raise WireError(f"{name} must be a list of integers")
@@ -90,7 +121,7 @@ def _check(value: Any, kind: Any, name: str) -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise WireError(f"{name} must be an object")
-        _, item = typing.get_args(kind)
+        _, item = arguments
         return {str(key): _check(entry, item, f"{name}.{key}") for key, entry in value.items()}
     if kind is Any:
         return value
@@ -109,20 +140,33 @@ class Message:
     __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+        return {field.name: _to_json(getattr(self, field.name)) for field in _fields(type(self))}  # type: ignore[arg-type]
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
         if not isinstance(value, dict):
             raise WireError(f"{cls.__name__} must be an object")
-        hints = _hints(cls)  # type: ignore[arg-type]
         fields: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-            if field.name in value:
-                fields[field.name] = _check(value[field.name], hints[field.name], field.name)
-            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise WireError(f"{cls.__name__} lacks {field.name}")
+        for field in _fields(cls):  # type: ignore[arg-type]
+            name = field.name
+            if name in value:
+                entry = value[name]
+                fields[name] = entry if type(entry) is field.usual else _check(entry, field.kind, name)
+            elif field.required:
+                raise WireError(f"{cls.__name__} lacks {name}")
         return cls(**fields)
+
+
+def _to_json(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Message):
+        return value.to_json()
+    if isinstance(value, list):
+        return [_to_json(entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: _to_json(entry) for key, entry in value.items()}
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""A client of the llumlet routes for everything off the request path. httpx's exceptions end here."""
+"""A client of the llumlet routes for everything off the request path. httpx's exceptions end here.
+
+What is asked of every instance all the time (reports, pulse, probe) goes through the lean client that legs have too:
+at 256 instances, httpx took more than a core for it. Orders, which are few, and metrics go through httpx.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,14 @@ import contextlib
 import functools
 import json
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from gateway import wire
+from gateway.connection import ConnectFailed, ConnectionEnded, ConnectTimeout, Pool, Response
 from gateway.errors import LlumletRefused, LlumletTimeout, LlumletUnreachable
 
 MIGRATE_TIMEOUT_S = 60.0
@@ -23,21 +29,55 @@ REPORT_GAP_S = 15.0
 """Reports come ten times a second, save during a long engine step: after this time the connection is dead."""
 
 
+REPORT_BYTES_MAX = 1024 * 1024
+CONNECTIONS_MAX = 16
+"""To one instance: one stream of reports, a pulse, and the questions of a probe."""
+CONNECT_SHARE = 0.5
+"""Of the time for an answer: who is not reached at all is told from who is slow."""
+
+Headers = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    body: bytes
+
+    def check(self) -> None:
+        """Raises :class:`LlumletRefused`."""
+        if not 200 <= self.status < 300:
+            raise _refused(self.status, self.body)
+
+    def value(self) -> Any:
+        self.check()
+        return json.loads(self.body)
+
+
 class LlumletClient:
     def __init__(self, secret: str, upstream_api_key: str, timeout_s: float) -> None:
         """The secret goes on the llumlet's routes alone: an instance without the plugin is not told it."""
         headers = {"authorization": f"Bearer {upstream_api_key}"} if upstream_api_key else {}
+        self._timeout_s = timeout_s
+        self._stock_lines = tuple(headers.items())
+        self._llumlet_lines = (*self._stock_lines, (wire.SECRET_HEADER, secret))
+        self._pools: dict[str, Pool] = {}
         self._stock = _client(headers, timeout_s)
         self._http = _client(headers | {wire.SECRET_HEADER: secret}, timeout_s)
 
     async def close(self) -> None:
+        self.keep(())
         await self._http.aclose()
         await self._stock.aclose()
+
+    def keep(self, urls: Collection[str]) -> None:
+        """Forgets the connections to all others."""
+        for url in [one for one in self._pools if one not in urls]:
+            self._pools.pop(url).close()
 
     async def has_plugin(self, url: str) -> bool:
         """Asked without the secret: a llumlet refuses that, and a server without one does not know the route."""
         with _mapped(url):
-            return (await self._stock.get(f"{url}/llumlet/status")).status_code != 404
+            return (await self._get(url, "/llumlet/status", self._stock_lines)).status != 404
 
     async def metrics(self, url: str, timeout_s: float) -> str:
         with _mapped(url):
@@ -55,15 +95,12 @@ class LlumletClient:
     async def is_sleeping(self, url: str) -> bool | None:
         """``None``: vLLM has that route in its development mode alone."""
         with _mapped(url):
-            response = await self._stock.get(f"{url}/is_sleeping")
-            if response.status_code == 404:
-                return None
-            return _check(response).json()["is_sleeping"] is True
+            answer = await self._get(url, "/is_sleeping", self._stock_lines)
+            return None if answer.status == 404 else answer.value()["is_sleeping"] is True
 
     async def health(self, url: str, timeout_s: float | None = None) -> None:
-        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
         with _mapped(url):
-            _check(await self._stock.get(f"{url}/health", timeout=timeout))
+            (await self._get(url, "/health", self._stock_lines, timeout_s)).check()
 
     async def drain(self, url: str, draining: bool) -> None:
         with _mapped(url):
@@ -71,26 +108,45 @@ class LlumletClient:
 
     async def status(self, url: str) -> wire.Status:
         with _mapped(url):
-            response = _check(await self._http.get(f"{url}/llumlet/status"))
-            return wire.Status.from_json(response.json())
+            return wire.Status.from_json((await self._get(url, "/llumlet/status", self._llumlet_lines)).value())
 
     async def model_cards(self, url: str) -> list[dict[str, Any]]:
         with _mapped(url):
-            response = _check(await self._stock.get(f"{url}/v1/models"))
-            cards = response.json()["data"]
+            cards = (await self._get(url, "/v1/models", self._stock_lines)).value()["data"]
             return [card for card in cards if isinstance(card, dict) and _is_name(card.get("id"))]
 
     async def reports(self, url: str) -> AsyncIterator[wire.Report]:
         """Ends when the instance ends it; raises when the connection is cut."""
         with _mapped(url):
-            timeout = httpx.Timeout(REPORT_GAP_S)
-            async with self._http.stream("GET", f"{url}/llumlet/reports", timeout=timeout) as response:
-                if response.is_error:
-                    await response.aread()
-                _check(response)
-                async for line in response.aiter_lines():
-                    if line.strip():
-                        yield wire.Report.from_json(json.loads(line))
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._pool(url).request("GET", "/llumlet/reports", self._llumlet_lines, b"")
+            try:
+                if not 200 <= response.status < 300:
+                    async with asyncio.timeout(self._timeout_s):
+                        Answer(response.status, await _whole(response)).check()
+                rest = b""
+                while part := await _next(response):
+                    *lines, rest = (rest + part).split(b"\n")
+                    for line in lines:
+                        if line.strip():
+                            yield wire.Report.from_json(json.loads(line))
+                    if len(rest) > REPORT_BYTES_MAX:
+                        raise ValueError(f"a report of more than {REPORT_BYTES_MAX} bytes")
+            finally:
+                response.close()
+
+    async def _get(self, url: str, target: str, headers: Headers, timeout_s: float | None = None) -> Answer:
+        async with asyncio.timeout(self._timeout_s if timeout_s is None else timeout_s):
+            response = await self._pool(url).request("GET", target, headers, b"")
+            try:
+                return Answer(response.status, await _whole(response))
+            finally:
+                response.close()
+
+    def _pool(self, url: str) -> Pool:
+        if url not in self._pools:
+            self._pools[url] = Pool(url, CONNECTIONS_MAX, self._timeout_s * CONNECT_SHARE, KEEP_ALIVE_S)
+        return self._pools[url]
 
     async def pair(self, url: str, pairing: wire.Pairing) -> None:
         with _mapped(url):
@@ -125,6 +181,10 @@ def _tls() -> ssl.SSLContext:
 def _mapped(url: str) -> Iterator[None]:
     try:
         yield
+    except (ConnectTimeout, ConnectFailed) as error:
+        raise LlumletUnreachable(f"{url}: {error or type(error).__name__}") from error
+    except ConnectionEnded as error:
+        raise LlumletTimeout(f"{url}: no answer: {error}") from error
     except (TimeoutError, httpx.ReadTimeout, httpx.ReadError, httpx.RemoteProtocolError) as error:
         raise LlumletTimeout(f"{url}: no answer: {error or type(error).__name__}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -136,11 +196,32 @@ def _mapped(url: str) -> Iterator[None]:
 def _check(response: httpx.Response) -> httpx.Response:
     if response.is_success:
         return response
-    message, code = f"HTTP {response.status_code}", None
+    raise _refused(response.status_code, response.content)
+
+
+def _refused(status: int, body: bytes) -> LlumletRefused:
+    message, code = f"HTTP {status}", None
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-        error = response.json()["error"]
+        error = json.loads(body)["error"]
         message, code = str(error["message"]), error.get("code")
-    raise LlumletRefused(response.status_code, message, code)
+    return LlumletRefused(status, message, code)
+
+
+async def _whole(response: Response) -> bytes:
+    body = bytearray()
+    while part := await response.readany():
+        body += part
+        if len(body) > METRICS_BYTES_MAX:
+            raise ValueError(f"an answer of more than {METRICS_BYTES_MAX} bytes")
+    return bytes(body)
+
+
+async def _next(response: Response) -> bytes:
+    """A timer only where there is something to wait for."""
+    if response.ready:
+        return response.take()
+    async with asyncio.timeout(REPORT_GAP_S):
+        return await response.readany()
 
 
 def _is_name(value: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from gateway import wire
 from gateway.cluster.health import Health, HealthSettings, may_eject_one
+from gateway.cluster.views import Look, Views
 from gateway.errors import LegError, LegUnreachable
 from gateway.policy.usage import freeness_steps
 from gateway.policy.view import ClusterView, InstanceView, ModelGroup, unknown_load
@@ -49,6 +50,8 @@ class Member:
     instance: Instance
     model_cards: tuple[dict[str, Any], ...] = ()
     """As the instance's own ``/v1/models`` has them."""
+    models: frozenset[str] = frozenset()
+    groups: frozenset[ModelGroup] = frozenset()
     healthy: bool = True
     reason: str | None = None
     """Why it is not healthy."""
@@ -94,13 +97,10 @@ class Member:
     def draining(self) -> bool:
         return self.leaving or self.drain_ordered or (self.report is not None and self.report.draining)
 
-    @property
-    def models(self) -> frozenset[str]:
-        return frozenset(card["id"] for card in self.model_cards)
-
-    @property
-    def groups(self) -> frozenset[ModelGroup]:
-        return frozenset(_group(card) for card in self.model_cards)
+    def take_cards(self, fresh: Sequence[dict[str, Any]]) -> None:
+        self.model_cards = _steady(self.model_cards, fresh)
+        self.models = frozenset(card["id"] for card in self.model_cards)
+        self.groups = frozenset(_group(card) for card in self.model_cards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,10 @@ class Members:
         self._unheard_s = unheard_s
         self._health = health or HealthSettings()
         self._by_id: dict[str, Member] = {}
+        self._in_order: tuple[Member, ...] | None = ()
+        self._ids_at: dict[str, set[str]] = {}
+        """By URL: with hundreds of instances, each is asked for many times a second."""
+        self._views = Views(self._look)
         self._leaving: set[str] = set()
         """URLs."""
         self.on_report: Callable[[], None] = _nobody
@@ -132,12 +136,14 @@ class Members:
         member = self._by_id.get(instance_id)
         return member.instance if member is not None else None
 
-    def all(self) -> list[Member]:
-        return [self._by_id[instance_id] for instance_id in sorted(self._by_id)]
+    def all(self) -> tuple[Member, ...]:
+        if self._in_order is None:
+            self._in_order = tuple(self._by_id[instance_id] for instance_id in sorted(self._by_id))
+        return self._in_order
 
     def has_plugin(self, url: str) -> bool | None:
         """``None`` while nothing is known of that URL."""
-        kinds = [member.instance.managed for member in self._by_id.values() if member.instance.url == url]
+        kinds = [member.instance.managed for member in self._at(url)]
         return any(kinds) if kinds else None
 
     def probed(
@@ -147,21 +153,22 @@ class Members:
         member = self._by_id.get(instance.instance_id)
         is_new = member is None or member.instance != instance
         if member is None or is_new:
-            member = self._by_id[instance.instance_id] = Member(instance, leaving=instance.url in self._leaving)
-        member.model_cards = _steady(member.model_cards, model_cards)
+            member = self._put(Member(instance, leaving=instance.url in self._leaving))
+        member.take_cards(model_cards)
         member.heard_at = max(member.heard_at, now)
         if not healthy:
             member.health.probed_badly()
             member.healthy, member.reason = False, reason
         elif member.health.probed_well(now, self._health) or is_new:
             member.healthy, member.reason = True, None
+        self._views.changed(instance.instance_id)
 
     def lost(self, url: str, reason: str) -> None:
         """A probe failed: the instance stays known, with its models, but nothing is sent there."""
-        for member in self._by_id.values():
-            if member.instance.url == url:
-                member.healthy, member.reason = False, reason
-                member.health.probed_badly()
+        for member in self._at(url):
+            member.healthy, member.reason = False, reason
+            member.health.probed_badly()
+            self._views.changed(member.instance.instance_id)
 
     def leg_worked(self, instance: Instance) -> None:
         member = self._living(instance)
@@ -189,6 +196,7 @@ class Members:
         member = self._living(instance)
         if member is not None:
             member.progressed_at = max(member.progressed_at, at)
+            self._views.changed(instance.instance_id)
 
     def silent(self, instance: Instance, silent_s: float, now: float) -> None:
         """A reply of ``instance`` has been waited for in vain for so long."""
@@ -198,12 +206,13 @@ class Members:
 
     def loaded(self, url: str, load: PlainLoad, now: float) -> None:
         """Metrics of an instance without the plugin."""
-        for member in self._by_id.values():
-            if member.instance.url == url and not member.instance.managed:
+        for member in self._at(url):
+            if not member.instance.managed:
                 if member.load is None or load.tokens != member.load.tokens:
                     member.progressed_at = max(member.progressed_at, now)
                 member.load, member.load_at = load, now
                 member.heard_at = max(member.heard_at, now)
+                self._views.changed(member.instance.instance_id)
 
     def _living(self, instance: Instance) -> Member | None:
         member = self._by_id.get(instance.instance_id)
@@ -221,16 +230,17 @@ class Members:
             if not may_eject_one(group, self._health):
                 return
         member.health.eject(why, now, self._health)
+        self._views.changed(member.instance.instance_id)
 
     def leave(self, url: str, *, leaving: bool) -> None:
         """Nothing new is sent there, whichever instance answers there from now on; or it is again."""
         (self._leaving.add if leaving else self._leaving.discard)(url)
-        for member in self._by_id.values():
-            if member.instance.url == url:
-                member.leaving = leaving
+        for member in self._at(url):
+            member.leaving = leaving
+            self._views.changed(member.instance.instance_id)
 
     def ids_at(self, url: str) -> list[str]:
-        return [instance_id for instance_id, member in self._by_id.items() if member.instance.url == url]
+        return sorted(self._ids_at.get(url, ()))
 
     def is_heard(self, url: str, now: float) -> bool:
         """Whether it has given any sign of life just now."""
@@ -240,8 +250,9 @@ class Members:
         """Another instance answers under this URL now, or the URL is wanted no more."""
         if keep is None:
             self._leaving.discard(url)
-        for instance_id in [one for one, member in self._by_id.items() if member.instance.url == url and one != keep]:
-            del self._by_id[instance_id]
+        for instance_id in self.ids_at(url):
+            if instance_id != keep:
+                self._remove(instance_id)
 
     def reported(self, report: wire.Report, now: float) -> None:
         """Ignored when it is of another life than the one that was probed, or not newer than the last."""
@@ -253,13 +264,14 @@ class Members:
             if not member.queue_stands:
                 member.progressed_at = max(member.progressed_at, now)
             member.drain_ordered &= not report.draining
+            self._views.changed(report.instance_id)
             self.on_report()
 
     def heard(self, url: str, engine_dead: bool, now: float) -> None:
         """Its API server has answered, if only that its engine is dead."""
-        for member in self._by_id.values():
-            if member.instance.url == url:
-                member.heard_at, member.engine_dead = max(member.heard_at, now), engine_dead
+        for member in self._at(url):
+            member.heard_at, member.engine_dead = max(member.heard_at, now), engine_dead
+            self._views.changed(member.instance.instance_id)
         if engine_dead:
             self.lost(url, "its engine is dead")
 
@@ -271,6 +283,7 @@ class Members:
         """Nothing is sent there from now on, not only from its next report on."""
         if instance_id in self._by_id:
             self._by_id[instance_id].drain_ordered = draining
+            self._views.changed(instance_id)
 
     def why_gone(self, instance: Instance, silent_s: float, patience: Patience, now: float) -> str | None:
         """Why a reply of ``instance``, silent for so long, will not come; ``None`` if it may. A long prefill is silent
@@ -324,6 +337,11 @@ class Members:
         member = self._by_id.get(instance_id)
         return member.reported_at if member is not None else -math.inf
 
+    def known_at(self, instance_id: str) -> float:
+        """How old what is known of its load is."""
+        member = self._by_id.get(instance_id)
+        return member.known_at if member is not None else -math.inf
+
     def is_healthy(self, instance_id: str) -> bool:
         member = self._by_id.get(instance_id)
         return member is not None and member.healthy
@@ -337,13 +355,57 @@ class Members:
         return [cards[model] for model in sorted(cards)]
 
     def view(self, now: float) -> ClusterView:
-        return ClusterView(tuple(self._view(member, now) for member in self.all()))
+        return self._views.all(now)
+
+    def view_of(self, instance_id: str) -> InstanceView | None:
+        """As of the last refresh."""
+        return self._views.get(instance_id)
+
+    def follow(self) -> set[str]:
+        """Ids of instances whose view has changed, time's changes once :meth:`refresh` has seen them: see ``Views``."""
+        return self._views.follow()
+
+    def refresh(self, now: float) -> None:
+        self._views.refresh(now)
+
+    def _look(self, instance_id: str, now: float) -> Look | None:
+        member = self._by_id.get(instance_id)
+        return None if member is None else (self._view(member, now), self._holds_until(member, now))
 
     def _view(self, member: Member, now: float) -> InstanceView:
         stale = self.is_stale(member, now)
         if member.instance.managed:
             return _view(member, stale)
         return _plain_view(member, stale, self.knows_load(member, now))
+
+    def _holds_until(self, member: Member, now: float) -> float:
+        """When the first of what :meth:`is_stale` and :meth:`knows_load` compare with ``now`` is too old, of those that
+        are not yet."""
+        ages = [(member.heard_of_at, self._unheard_s), (member.known_at, self._report_stale_s)]
+        if not member.instance.managed:
+            ages.append((member.progressed_at, self._report_stale_s))
+        return min((max(at + lasts_s, now) for at, lasts_s in ages if now - at <= lasts_s), default=math.inf)
+
+    def _at(self, url: str) -> list[Member]:
+        return [self._by_id[instance_id] for instance_id in self._ids_at.get(url, ())]
+
+    def _put(self, member: Member) -> Member:
+        instance = member.instance
+        self._remove(instance.instance_id)
+        self._by_id[instance.instance_id], self._in_order = member, None
+        self._ids_at.setdefault(instance.url, set()).add(instance.instance_id)
+        return member
+
+    def _remove(self, instance_id: str) -> None:
+        member = self._by_id.pop(instance_id, None)
+        if member is None:
+            return
+        self._in_order = None
+        ids = self._ids_at[member.instance.url]
+        ids.discard(instance_id)
+        if not ids:
+            del self._ids_at[member.instance.url]
+        self._views.changed(instance_id)
 
 
 def _nobody() -> None:

@@ -38,14 +38,18 @@ def choose_instance(
     if not candidates:
         return None
 
-    def rank(instance: InstanceView) -> tuple[int, float, str]:
-        own = sent.get(instance.instance_id, _NOTHING_SENT)
-        if not instance.load_known:
-            return 1, own.in_flight, instance.instance_id
-        freeness = dispatch_freeness(instance, own)
-        return 0 if freeness > 0 else 2, -freeness, instance.instance_id
+    return min(candidates, key=lambda one: rank(one, sent.get(one.instance_id, _NOTHING_SENT))).instance_id
 
-    return min(candidates, key=rank).instance_id
+
+Rank = tuple[int, float, str]
+"""The lower, the sooner; the last part is the instance's id."""
+
+
+def rank(instance: InstanceView, sent: Sent) -> Rank:
+    if not instance.load_known:
+        return 1, sent.in_flight, instance.instance_id
+    freeness = dispatch_freeness(instance, sent)
+    return 0 if freeness > 0 else 2, -freeness, instance.instance_id
 
 
 def usable_instances(

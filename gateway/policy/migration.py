@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from gateway.policy.view import ClusterView, InstanceView
+from gateway.policy.view import ClusterView, InstanceView, ModelGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,23 @@ def pair_instances(view: ClusterView, current: Mapping[str, str], settings: Migr
         kept = current.get(source.instance_id)
         if kept in free and free[kept].can_take_over_from(source):
             pairs[source.instance_id] = free.pop(kept).instance_id
+    alike = _alike(free.values())
     for source in sources:
-        fitting = [instance for instance in free.values() if instance.can_take_over_from(source)]
-        if source.instance_id in pairs or not fitting:
+        freest = [group[-1] for group in alike if group and group[-1].can_take_over_from(source)]
+        if source.instance_id in pairs or not freest:
             continue
-        best = min(fitting, key=lambda to: (not to.can_take_kv_from(source), -to.freeness_steps, to.instance_id))
-        pairs[source.instance_id] = free.pop(best.instance_id).instance_id
+        best = min(freest, key=lambda to: (not to.can_take_kv_from(source), -to.freeness_steps, to.instance_id))
+        pairs[source.instance_id] = best.instance_id
+        next(group for group in alike if group and group[-1] is best).pop()
     return pairs
+
+
+def _alike(destinations: Iterable[InstanceView]) -> list[list[InstanceView]]:
+    """By what makes them fit a source, the freest one last: so a source is compared with a few, and not with all."""
+    groups: dict[tuple[frozenset[ModelGroup], str | None], list[InstanceView]] = {}
+    for one in sorted(destinations, key=lambda to: (-to.freeness_steps, to.instance_id), reverse=True):
+        groups.setdefault((one.groups, one.kv_format), []).append(one)
+    return list(groups.values())
 
 
 def _is_source(instance: InstanceView, settings: MigrationSettings) -> bool:

@@ -70,9 +70,13 @@ class Leader:
         actions, self._memory = decide(self._members.view(time.monotonic()), before, time.monotonic(), self._settings)
         for action in actions:
             self._say(action, before)
+        acts_at = time.monotonic()
         await self._act(actions, lease)
+        acted_s = time.monotonic() - acts_at
         await self._publish(lease)
-        self._counters.distribution("leader_tick_seconds").observe(time.monotonic() - began_at)
+        took_s = time.monotonic() - began_at
+        self._counters.distribution("leader_tick_seconds").observe(took_s)
+        self._counters.distribution("leader_work_seconds").observe(took_s - acted_s)
 
     async def _act(self, actions: list[Action], lease: Lease) -> None:
         """At once, so that one that hangs delays none of the others; never past the lease's end by our own clock."""

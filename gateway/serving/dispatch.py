@@ -1,8 +1,13 @@
-"""Picks an instance for a leg, and counts what has been sent where."""
+"""Picks an instance for a leg, and counts what has been sent where.
+
+What a request is to be compared with is prepared before it comes: of each instance anew when that has reported, or
+something has been sent there or has come back. So a choice among hundreds costs little more than one among a few.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
@@ -10,8 +15,9 @@ from dataclasses import dataclass
 
 from gateway.cluster.members import Instance, Members
 from gateway.errors import NoInstance, NotFound, Overloaded
-from gateway.policy.dispatch import Sent, choose_instance, queue_length, usable_instances
-from gateway.policy.view import ClusterView, InstanceView, ModelGroup
+from gateway.policy.dispatch import Sent, queue_length, rank
+from gateway.policy.lineup import Lineup, Standing
+from gateway.policy.view import InstanceView, ModelGroup
 from gateway.policy.waiting import Room, Site, site
 from gateway.wire import Busy
 
@@ -21,6 +27,7 @@ ROOM_LAG_S = 0.1
 """The same where an instance says for itself what it has room for: it corrects us at once if we believe too early that
 its report knows of a request, and counting one twice would keep others waiting."""
 SENDING_AGE_S_MAX = 60.0
+SENDING_LOOK_S = 1.0
 """After that, a request whose instance says nothing of its load is counted as in flight alone."""
 TRICKLE_S = 5.0
 """An instance whose load is not known, and where nothing of ours runs, gets a request that often: a server may tell
@@ -39,9 +46,24 @@ _NONE: deque[_Sending] = deque()
 
 
 class Dispatcher:
-    def __init__(self, members: Members, requests_max: int = 1024, queue_max: int = 256) -> None:
+    def __init__(
+        self,
+        members: Members,
+        requests_max: int = 1024,
+        queue_max: int = 256,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """``requests_max``: this gateway's at one instance. ``queue_max``: an instance's share of a full cluster's."""
         self._members = members
+        self._clock = clock
+        self._changed = members.follow()
+        """Instances of which something has changed since they were prepared."""
+        self._standings: dict[str, Standing] = {}
+        """Of those that are usable."""
+        self._lineups: dict[str | None, Lineup] = {}
+        """By model, of those that are asked for: what nobody asks for any more is forgotten."""
+        self._asked: set[str | None] = set()
+        self._aged_at = -math.inf
         self._requests_max = requests_max
         self._queue_max = queue_max
         self._trickled_at: dict[Instance, float] = {}
@@ -64,38 +86,35 @@ class Dispatcher:
         ``group``: of a request that has begun; it goes on only where the same is served. ``is_new``: nobody works on
         the request yet, so that it can be turned away when all queues are long. ``waiting``: at gateways.
         """
-        now = time.monotonic()
-        view = self._members.view(now)
-        sent = self._sent(now)
-        full = {one for one, here in sent.items() if here.in_flight >= self._requests_max}
-        if is_new:
-            self._check_depth(view, model, sent, exclude, full, waiting)
-        chosen = self._trickle(usable_instances(view, model, exclude, group), sent, now) or choose_instance(
-            view, model, sent, full.union(exclude), group
-        )
+        now, served = self._clock(), self.lineup(model)
+        lineup = served.only(exclude)
+        if is_new and lineup and (waiting + lineup.queued >= self._queue_max * len(lineup) or lineup.is_full):
+            raise _overloaded()
+        if group is not None:
+            lineup = lineup.only((), group)
+        chosen = self._trickle(lineup, now) or lineup.best()
         instance = None if chosen is None else self._members.get(chosen)
         if instance is not None:
             return instance
-        if model is not None and view.instances and not self._members.knows_model(model):
+        if model is not None and self._members.all() and not self._members.knows_model(model):
             raise NotFound(f"The model `{model}` does not exist.", param="model")
         raise NoInstance("No instance can serve this model now. Try again later.")
 
-    def sites(self, model: str | None) -> list[Site]:
-        """The usable instances that serve it, as places to start at now."""
-        now = time.monotonic()
-        view, sent = self._members.view(now), self._sent(now, ROOM_LAG_S)
-        return [self._site(one, sent[one.instance_id]) for one in usable_instances(view, model)]
+    def lineup(self, model: str | None) -> Lineup:
+        """The usable instances that serve it, as they are now; to be read at once, and not to be kept."""
+        self._prepare(self._clock())
+        self._asked.add(model)
+        lineup = self._lineups.get(model)
+        if lineup is None:
+            lineup = Lineup(one for one in self._standings.values() if model is None or one.view.serves(model))
+            if lineup:  # Else it may be any name that a client has made up.
+                self._lineups[model] = lineup
+        return lineup
 
-    def check_depth(self, sites: Collection[Site], waiting: int) -> None:
+    def check_depth(self, lineup: Lineup, waiting: int) -> None:
         """As for :meth:`choose`, where requests wait at the gateways: raises :class:`Overloaded`."""
-        waiting += sum(one.queued for one in sites)
-        is_full = all(self._in_flight[one.instance_id] >= self._requests_max for one in sites)
-        if sites and (waiting >= self._queue_max * len(sites) or is_full):
+        if lineup and (waiting + lineup.queued_at_sites >= self._queue_max * len(lineup) or lineup.is_full):
             raise _overloaded()
-
-    def binds_late(self) -> bool:
-        """Whether any instance says for itself what it has room for."""
-        return any(one.report is not None and one.report.room_blocks is not None for one in self._members.all())
 
     def models(self) -> list[str]:
         """All that an instance is known to serve."""
@@ -106,11 +125,12 @@ class Dispatcher:
 
     def said_busy(self, instance: Instance, busy: Busy) -> None:
         """Its next report is the truth again."""
-        self._busy[instance] = time.monotonic(), Room(busy.room_blocks, busy.room_places)
+        self._busy[instance] = self._clock(), Room(busy.room_blocks, busy.room_places)
+        self._changed.add(instance.instance_id)
 
     def block_size(self, instance: Instance) -> int:
-        member = next((one for one in self._members.all() if one.instance == instance), None)
-        return member.report.block_size if member is not None and member.report is not None else 1
+        view = self._members.view_of(instance.instance_id)
+        return view.block_size if view is not None else 1
 
     def _site(self, view: InstanceView, sent: Sent) -> Site:
         one = site(view, sent)
@@ -130,13 +150,15 @@ class Dispatcher:
         """Counts a leg at an instance until the returned function is called; calling it again does nothing."""
         self._in_flight[instance_id] += 1
         sendings = self._sendings.setdefault(instance_id, deque())
-        sendings.append(_Sending(time.monotonic(), body_bytes // BYTES_PER_TOKEN))
+        sendings.append(_Sending(self._clock(), body_bytes // BYTES_PER_TOKEN))
+        self._changed.add(instance_id)
         released = False
 
         def release() -> None:
             nonlocal released
             if not released:
                 released = True
+                self._changed.add(instance_id)
                 self._in_flight[instance_id] -= 1
                 if not self._in_flight[instance_id]:
                     del self._in_flight[instance_id]
@@ -147,9 +169,12 @@ class Dispatcher:
         return self._in_flight[instance_id]
 
     def forget(self, is_known: Callable[[str], object]) -> None:
-        """What was sent to instances that are no more."""
+        """What was sent to instances that are no more, and models that nobody has asked for since the last time."""
+        self._lineups = {model: lineup for model, lineup in self._lineups.items() if model in self._asked}
+        self._asked.clear()
         self._sendings = {one: sendings for one, sendings in self._sendings.items() if is_known(one)}
         self._busy = {one: said for one, said in self._busy.items() if is_known(one.instance_id) == one}
+        self._trickled_at = {one: at for one, at in self._trickled_at.items() if is_known(one.instance_id) == one}
 
     def may_come(self, model: str | None, exclude: Collection[str], group: ModelGroup | None = None) -> bool:
         """Whether an instance is known that could serve it, were it usable."""
@@ -168,46 +193,66 @@ class Dispatcher:
     def without_plugin(self) -> set[str]:
         return {member.instance.instance_id for member in self._members.all() if not member.instance.managed}
 
-    def _check_depth(
-        self,
-        view: ClusterView,
-        model: str | None,
-        sent: dict[str, Sent],
-        exclude: Collection[str],
-        full: set[str],
-        waiting: int,
-    ) -> None:
-        usable = usable_instances(view, model, exclude)
-        if not usable:
-            return
-        waiting += sum(queue_length(one, sent[one.instance_id]) for one in usable)
-        if waiting >= self._queue_max * len(usable) or all(one.instance_id in full for one in usable):
-            raise _overloaded()
+    def _prepare(self, now: float) -> None:
+        self._members.refresh(now)
+        if now - self._aged_at >= SENDING_LOOK_S:
+            self._aged_at = now
+            oldest = now - SENDING_AGE_S_MAX
+            self._changed.update(
+                one for one, sendings in self._sendings.items() if sendings and sendings[0].at < oldest
+            )
+        for instance_id in self._changed:
+            standing = self._stand(instance_id, now)
+            if standing is None:
+                self._standings.pop(instance_id, None)
+            else:
+                self._standings[instance_id] = standing
+            for model, lineup in self._lineups.items():
+                if standing is not None and (model is None or standing.view.serves(model)):
+                    lineup.put(standing)
+                else:
+                    lineup.drop(instance_id)
+        self._changed.clear()
 
-    def _trickle(self, usable: list[InstanceView], sent: dict[str, Sent], now: float) -> str | None:
-        for one in usable:
-            instance = self._members.get(one.instance_id)
-            if one.load_known or instance is None:
+    def _stand(self, instance_id: str, now: float) -> Standing | None:
+        """``None`` if nothing is to be sent there."""
+        view = self._members.view_of(instance_id)
+        if view is None or not view.usable:
+            return None
+        known_at = self._members.known_at(instance_id)
+        sendings, in_flight = self._sent_lately(instance_id, known_at, now), self._in_flight[instance_id]
+        sent = _sent(sendings, known_at - REPORT_LAG_S, in_flight)
+        return Standing(
+            view,
+            rank(view, sent),
+            queue_length(view, sent),
+            in_flight,
+            in_flight >= self._requests_max,
+            self._site(view, _sent(sendings, known_at - ROOM_LAG_S, in_flight)),
+        )
+
+    def _sent_lately(self, instance_id: str, known_at: float, now: float) -> deque[_Sending]:
+        sendings = self._sendings.get(instance_id, _NONE)
+        known_until = max(known_at - REPORT_LAG_S, now - SENDING_AGE_S_MAX)
+        while sendings and sendings[0].at < known_until:
+            sendings.popleft()
+        return sendings
+
+    def _trickle(self, lineup: Lineup, now: float) -> str | None:
+        for one in lineup.load_unknown:
+            instance = self._members.get(one.view.instance_id)
+            if instance is None:
                 continue
             at = self._trickled_at.setdefault(instance, now)
-            if now - at >= TRICKLE_S and sent[one.instance_id].in_flight == 0:
+            if now - at >= TRICKLE_S and one.in_flight == 0:
                 self._trickled_at[instance] = now
-                return one.instance_id
+                return instance.instance_id
         return None
 
-    def _sent(self, now: float, lag_s: float = REPORT_LAG_S) -> dict[str, Sent]:
-        sent: dict[str, Sent] = {}
-        for member in self._members.all():
-            instance_id = member.instance.instance_id
-            sendings = self._sendings.get(instance_id, _NONE)
-            known_until = max(member.known_at - REPORT_LAG_S, now - SENDING_AGE_S_MAX)
-            while sendings and sendings[0].at < known_until:
-                sendings.popleft()
-            fresh = [one for one in sendings if one.at >= member.known_at - lag_s]
-            sent[instance_id] = Sent(len(fresh), sum(one.tokens for one in fresh), self._in_flight[instance_id])
-        for instance in [one for one in self._trickled_at if self._members.get(one.instance_id) != one]:
-            del self._trickled_at[instance]
-        return sent
+
+def _sent(sendings: Collection[_Sending], since: float, in_flight: int) -> Sent:
+    fresh = [one.tokens for one in sendings if one.at >= since]
+    return Sent(len(fresh), sum(fresh), in_flight)
 
 
 def _overloaded() -> Overloaded:

@@ -22,8 +22,9 @@ from gateway.cluster.members import Instance
 from gateway.cluster.order import PUT_AT_ONCE, Ask, Entry, Line, SharedOrder
 from gateway.counters import Counters
 from gateway.errors import GatewayError, NoInstance, Overloaded
+from gateway.policy.lineup import Lineup
 from gateway.policy.view import ModelGroup
-from gateway.policy.waiting import Site, Waiter, WaitingRules, allot, best_site
+from gateway.policy.waiting import Site, Waiter, WaitingRules, allot
 from gateway.serving.dispatch import Dispatcher
 from gateway.wire import Busy, PriorityClass
 
@@ -107,6 +108,7 @@ class Waiting:
         self._limits = limits
         self._counters = counters
         self._binds_late = binds_late
+        self._decisions = counters.distribution("decision_seconds")
         self._waiters = 0
         self._lines: dict[str | None, dict[str, Ticket]] = {}
         """Own tickets by model, in the order in which they came."""
@@ -128,15 +130,17 @@ class Waiting:
         """Where the request is to be sent now. Raises :class:`Overloaded` when too many wait or it has waited for too
         long, and else like :meth:`Dispatcher.choose`. Redis is not asked while there is room and nobody waits."""
         model, ticket.exclude = ticket.model, frozenset(exclude)
-        sites = self._sites(model, ticket.exclude)
-        if not any(one.says_room for one in sites):
+        began_at = time.perf_counter()
+        lineup = self._lineup(model, ticket.exclude)
+        if not lineup.says_room:
             return await self.choose(model, exclude, is_new=is_new)
         if is_new and not ticket.busies:
-            self._dispatcher.check_depth(sites, self.length(model))
+            self._dispatcher.check_depth(lineup, self.length(model))
         if ticket.busies < TRIES_AT_ONCE and not self.length(model):
-            best = best_site(ticket.waiter(time.monotonic()), sites)
+            best = lineup.best_site(ticket.waiter(time.monotonic()))
             if best is not None and (instance := self._dispatcher.instance(best.instance_id)) is not None:
                 self._note_wait(ticket)
+                self._decisions.observe(time.perf_counter() - began_at)
                 return instance
         with self._place_in_line(ticket) as chosen:
             instance = await chosen
@@ -168,9 +172,12 @@ class Waiting:
         is_new: bool = True,
     ) -> Instance:
         """As :meth:`Dispatcher.choose`, later: the best one, whether it has room or not."""
+        began_at = time.perf_counter()
         waiting = self.length(model) if is_new else 0
         try:
-            return self._dispatcher.choose(model, exclude, group, is_new=is_new, waiting=waiting)
+            instance = self._dispatcher.choose(model, exclude, group, is_new=is_new, waiting=waiting)
+            self._decisions.observe(time.perf_counter() - began_at)
+            return instance
         except Overloaded:
             raise
         except NoInstance:
@@ -197,11 +204,9 @@ class Waiting:
                 if time.monotonic() >= ends_at:
                     raise
 
-    def _sites(self, model: str | None, exclude: Collection[str]) -> list[Site]:
-        """None where requests are not bound late."""
-        if not self._binds_late or not self._dispatcher.binds_late():
-            return []
-        return [one for one in self._dispatcher.sites(model) if one.instance_id not in exclude]
+    def _lineup(self, model: str | None, exclude: Collection[str]) -> Lineup:
+        """An empty one where requests are not bound late."""
+        return self._dispatcher.lineup(model).only(exclude) if self._binds_late else Lineup()
 
     # What is asked of it.
 
@@ -229,7 +234,7 @@ class Waiting:
             self._forget_telling()
         now = time.monotonic()
         models = [*self._lines, *(model for model in self._left if model not in self._lines)]
-        sites = {model: self._dispatcher.sites(model) for model in models}
+        sites = {model: self._dispatcher.lineup(model).sites() for model in models}
         for model, tickets in self._lines.items():
             for ticket in tickets.values():
                 self._check_time(ticket, sites[model], now)
