@@ -30,7 +30,7 @@ from tests.conftest import Running, StartGateway, http_client, until, until_true
 from tests.fake_instance import MODEL, SECRET
 from tests.scripts import normal
 
-TOKENS = 200
+TOKENS = 150
 LONG = [{"role": "user", "content": "hello " * 100}]
 QUICK = FAST.faster(20)
 SLOW = FAST.faster(0.1)
@@ -183,25 +183,6 @@ async def test_an_instance_that_is_told_to_end_has_its_requests_moved_away_first
         assert await stream.bytes() == expected
 
 
-async def test_a_pairing_moves_the_requests_of_a_full_instance(start_gateway: StartGateway) -> None:
-    small = EngineSettings(blocks_total=40, sequence_tokens_max=600)
-    async with fakes(engine=small, profile=SLOW) as servers, http_client(servers.urls[0]) as client:
-        site = servers.sites[0]
-        headers = {wire.SECRET_HEADER: SECRET}
-        pairing = wire.Pairing("f1", servers.urls[1], 60_000).to_json()
-        body = {"model": MODEL, "prompt": "hello", "max_tokens": 400, "stream": True}
-        reply = asyncio.create_task(
-            client.post("/v1/completions", json=body, headers=headers | {wire.REQUEST_ID_HEADER: "r"})
-        )
-        assert (await client.put("/llumlet/pairing", json=pairing, headers=headers)).status_code == 200
-        answer = (await reply).content
-        comments = [comment for line in answer.split(b"\n") if (comment := wire.decode_comment(line)) is not None]
-        assert isinstance(comments[0], wire.Prebind)
-        assert isinstance(comments[-1], wire.Moved)
-        assert answer.count(b"data: ") == comments[-1].output_tokens
-        assert site.llumlet.report().migrations_out == 0
-
-
 async def test_the_leader_moves_a_request_away_from_a_full_instance(start_gateway: StartGateway) -> None:
     small = EngineSettings(blocks_total=60, sequence_tokens_max=900)
     full = MigrationSettings(low_freeness_steps=600, high_freeness_steps=700)
@@ -209,6 +190,7 @@ async def test_the_leader_moves_a_request_away_from_a_full_instance(start_gatewa
     async with fakes(engine=small) as servers, start_gateway(**urls(servers), migration=full) as running:
         expected = same(await running.stream(**fields))
         stream = Stream(running, servers, **fields)
+        pace(servers, FAST.faster(0.03))
 
         async def has_moved() -> bool:
             live = (await running.admin("GET", "/admin/requests")).json()["requests"]
@@ -233,11 +215,11 @@ async def test_damaged_blocks_are_noticed_and_the_request_goes_on_where_it_was(s
         fakes(faults={"bad_blocks": True}) as servers,
         start_gateway(**urls(servers), policy=Policy.NONE) as running,
     ):
-        expected = await unmoved(running, messages=LONG)
         stream = await Stream(running, servers, messages=LONG).has_tokens()
         result = await stream.migrate()
         assert (result["outcome"], result["reason"]) == ("aborted", "blocks arrived damaged: a checksum is wrong")
-        assert await stream.bytes() == expected
+        seen = await stream.bytes()
+        assert seen == await unmoved(running, messages=LONG), "last, or the destination would have had the blocks"
 
 
 async def test_a_busy_instance_refuses_and_the_other_serves(start_gateway: StartGateway) -> None:
