@@ -15,6 +15,7 @@ from gateway import wire
 from loadtest.fake_vllm.arrivals import Arrival, Arrivals, contents_fetcher
 from loadtest.fake_vllm.departures import Departure
 from loadtest.fake_vllm.instance import Instance, Reply
+from loadtest.sim.admission import judge
 from loadtest.sim.engine import State
 from loadtest.sim.reports import Identity, make_report
 from vllm_plugin.handshake import Destination, Peer, Refused
@@ -44,6 +45,7 @@ class Llumlet:
         self._sessions: dict[str, Reply] = {}
         self._departures: dict[str, Departure] = {}
         self._arrived_at: dict[str, float] = {}
+        self._fence = 0
         self._pairing: wire.Pairing | None = None
         self._pairing_until = self._pairing_rests_until = 0.0
         self._line = b""
@@ -56,6 +58,12 @@ class Llumlet:
         return f"<Llumlet {self.identity.instance_id} {len(self._sessions)} sessions, {len(self._departures)} out>"
 
     # Managed requests.
+
+    def why_busy(self, reply: Reply) -> wire.Busy | None:
+        """Why a request that is to start now or not at all cannot; ``None``: it is to be submitted at once."""
+        if self.instance.faults.busy or self.draining:
+            return wire.Busy(None, 0, 0)
+        return judge(self._engine, reply.request)
 
     def open_session(self, reply: Reply, resume_id: str | None) -> Arrival | None:
         """For one request of a gateway. Raises Refused if nothing is known under ``resume_id``."""
@@ -76,6 +84,7 @@ class Llumlet:
 
     async def migrate(self, order: wire.MigrateOrder) -> wire.MigrationResult:
         """Raises NoSuchRequest, or Refused with why it cannot move."""
+        self._check_fence(order.fence)
         reply = self._sessions.get(order.request_id)
         if reply is None:
             raise NoSuchRequest(order.request_id)
@@ -123,10 +132,19 @@ class Llumlet:
             return [content ^ 1 if content is not None else None for content in contents]
         return contents
 
-    def pair(self, pairing: wire.Pairing | None) -> None:
-        """The leader's lease: move requests to that destination until it lapses."""
+    def pair(self, pairing: wire.Pairing | None, fence: int | None = None) -> None:
+        """The leader's lease: move requests to that destination until it lapses. Raises Refused."""
+        self._check_fence(pairing.fence if pairing is not None else fence)
         self._pairing = pairing
         self._pairing_until = time.monotonic() + pairing.lease_ms / 1000 if pairing is not None else 0.0
+
+    def _check_fence(self, fence: int | None) -> None:
+        """Raises Refused for a leader that has lost its lease to another, and may not know of it yet."""
+        if fence is None or not 0 <= fence <= wire.FENCE_MAX:
+            return
+        if fence < self._fence:
+            raise Refused(f"the order is of lease {fence}, and one of lease {self._fence} was here already")
+        self._fence = fence
 
     def _follow_pairing(self) -> None:
         now, pairing = time.monotonic(), self._pairing
@@ -169,6 +187,8 @@ class Llumlet:
             draining=self.draining,
             migrations_in=self.arrivals.copying(),
             migrations_out=len(self._departures),
+            fence=self._fence,
+            full=self.instance.faults.busy,
         )
 
     def status(self) -> wire.Status:
