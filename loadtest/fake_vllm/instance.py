@@ -13,7 +13,6 @@ from gateway import wire
 from loadtest.fake_vllm.faults import Faults
 from loadtest.sim.engine import Engine, Outcome, Request
 
-
 STARTS_KEPT = 1024
 
 

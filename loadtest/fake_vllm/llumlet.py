@@ -45,6 +45,7 @@ class Llumlet:
         self._sessions: dict[str, Reply] = {}
         self._departures: dict[str, Departure] = {}
         self._arrived_at: dict[str, float] = {}
+        self.migrations_ended = wire.MigrationTotals()
         self._fence = 0
         self._pairing: wire.Pairing | None = None
         self._pairing_until = self._pairing_rests_until = 0.0
@@ -115,6 +116,7 @@ class Llumlet:
             result = await departure.run()
         finally:
             del self._departures[departure.reply.request_id]
+        self.migrations_ended = self.migrations_ended.plus(result)
         logger.info("migrate %s", result)
         return result
 
@@ -187,6 +189,7 @@ class Llumlet:
             draining=self.draining,
             migrations_in=self.arrivals.copying(),
             migrations_out=len(self._departures),
+            migrations_ended=self.migrations_ended,
             fence=self._fence,
             full=self.instance.faults.busy,
         )
@@ -242,6 +245,7 @@ class Llumlet:
         """Without the copy that ``to_json`` makes: with hundreds of instances it is most of what they cost."""
         report = self.report()
         fields = {name: getattr(report, name) for name in report.__slots__}
+        fields["migrations_ended"] = self.migrations_ended.to_json()
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
     async def empty(self, timeout_s: float) -> None:

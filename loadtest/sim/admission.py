@@ -1,4 +1,4 @@
-"""Whether a request can start now, by the policy's rule and what the engine holds: as ``vllm_plugin.admission`` does it."""
+"""Whether a request can start now, by the policy's rule and what the engine holds: as ``vllm_plugin.admission``."""
 
 from __future__ import annotations
 
