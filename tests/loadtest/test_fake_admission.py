@@ -63,7 +63,7 @@ async def test_two_gateways_start_by_class_and_then_by_age_whatever_instance_has
 ) -> None:
     monkeypatch.setattr(waiting, "YIELD_S", PATIENCE_S)
     async with (
-        fakes(3, engine=EngineSettings(batch_max=2), profile=SLOW) as servers,
+        fakes(3, engine=EngineSettings(batch_max=2), profile=SLOW.faster(0.2)) as servers,
         start_gateway(**settings(servers)) as one,
         start_gateway(**settings(servers)) as two,
     ):
@@ -73,7 +73,7 @@ async def test_two_gateways_start_by_class_and_then_by_age_whatever_instance_has
         turns = [(one, NORMAL), (two, NORMAL), (two, LOW), (one, HIGH), (one, NORMAL), (two, HIGH)]
         in_turn: list[FakeStream] = []
         for running, priority in turns:
-            in_turn.append(FakeStream(running.client, 100 + len(in_turn), 1_500, priority))
+            in_turn.append(FakeStream(running.client, 100 + len(in_turn), 600, priority))
             await until_true(lambda: in_line(two, len(in_turn)), 30)
         started: list[str] = []
         for index, stream in enumerate(holding):
@@ -82,6 +82,9 @@ async def test_two_gateways_start_by_class_and_then_by_age_whatever_instance_has
             await until(lambda index=index: starts(servers) == 7 + index, 30)  # type: ignore[misc]
             for site, before in zip(servers.sites, known, strict=True):
                 started += [start.request_id for start in site.instance.starts if start.request_id not in before]
+            await all_full(
+                servers, one, two
+            )  # Or one may be tried where there is no room, and another start meanwhile.
         pace(servers, QUICK)
         assert all([await stream.equals_its_twin() for stream in in_turn])
         assert started == [in_turn[number].request_id for number in (3, 5, 0, 1, 4, 2)]
