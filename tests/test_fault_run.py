@@ -32,7 +32,7 @@ PACE = FAST.faster(0.02)
 QUICK = FAST.faster(20)
 STREAMS = 14
 """On four instances three or four on each: what one of four gives away makes another one the fuller."""
-TOKENS = 1_000
+TOKENS = 600
 ENGINE = EngineSettings(blocks_total=8_000, batch_max=64)
 BETWEEN_THREE_AND_FOUR_STEPS = "36000"
 
@@ -87,6 +87,12 @@ def held(site: Site) -> set[str]:
     return {reply.request_id for reply in site.instance.replies()}
 
 
+def is_empty(site: Site) -> bool:
+    """A copy may still be on its way for a request that has ended; and then it is given up."""
+    engine, arrivals = site.instance.engine, site.llumlet.arrivals
+    return engine.is_empty and engine.transfers == 0 and arrivals.copying() == 0
+
+
 async def lose_the_leader(cluster: Cluster) -> None:
     leader = await leader_of(cluster.living)
     cluster.living.remove(leader)
@@ -108,6 +114,7 @@ async def lose_the_leader(cluster: Cluster) -> None:
 
 
 async def stop_one(cluster: Cluster) -> None:
+    await cluster.fill(cluster.living)
     leader = await leader_of(cluster.living)
     (stopped,) = [one for one in cluster.living if one is not leader]
     mine = [stream for stream in cluster.going if stream.client is stopped.client]
@@ -126,6 +133,7 @@ async def stop_one(cluster: Cluster) -> None:
 
 
 async def lose_redis(cluster: Cluster, server: RedisServer, log: Path) -> None:
+    await cluster.fill(cluster.living)
     lost = server.process
     assert lost is not None
     os.kill(lost.pid, signal.SIGKILL)
@@ -181,11 +189,10 @@ async def test_whatever_is_lost_or_stops_the_streams_of_the_other_gateways_are_w
         for site in servers.sites:
             site.instance.engine.profile = QUICK
         assert [stream for stream in cluster.streams if not await stream.equals_its_twin()] == []
-        for site in servers.sites:
-            if site is not dead:
-                await until(lambda site=site: site.instance.engine.is_empty, TAKES_OVER_IN_S)  # type: ignore[misc]
-                site.instance.engine.check()
-                assert (site.instance.engine.transfers, site.llumlet.arrivals.copying()) == (0, 0)
+        others = [site for site in servers.sites if site is not dead]
+        await until(lambda: all(is_empty(site) for site in others), TAKES_OVER_IN_S)
+        for site in others:
+            site.instance.engine.check()
         for one in cluster.living:
             await until_true(lambda one=one: is_clean(one), TAKES_OVER_IN_S)  # type: ignore[misc]
         store = Store(own_redis.url)

@@ -104,7 +104,7 @@ async def test_of_more_than_fit_each_starts_in_an_instances_next_step_and_none_w
     ):
         streams = [
             FakeStream((one, two)[number % 2].client, number, 32, (HIGH, NORMAL, LOW)[number % 3])
-            for number in range(36)
+            for number in range(24)
         ]
         assert all([await stream.equals_its_twin() for stream in streams])
         begun = [start for site in servers.sites for start in site.instance.starts]
