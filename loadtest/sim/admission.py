@@ -11,7 +11,10 @@ NO_ROOM = Room(0, 0)
 
 def room_for(engine: Engine, request: Request | None = None, growth_tokens: int = GROWTH_TOKENS) -> Room:
     """What the engine has left for ``request``; ``None``: for one that would come last."""
-    settings, promised = engine.settings, engine.promised(request)
+    settings, load = engine.settings, engine.load()
+    if load.running + (load.waiting if request is None else 0) >= settings.batch_max:
+        return NO_ROOM  # Without a look at the queue: a long one would take most of a report's time.
+    promised = engine.promised(request)
     if promised.places >= settings.batch_max:
         return NO_ROOM
     return room(
