@@ -94,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     faults.add_argument("--latency-ms", type=float, default=0.0, help="before every answer")
     faults.add_argument("--hang-after", type=int, metavar="STEPS", help="then nothing answers any more")
     faults.add_argument("--die-at-step", type=int, metavar="STEPS")
-    faults.add_argument("--busy", action="store_true", help="refuse every new request")
+    faults.add_argument("--busy", action="store_true", help="as one that is full: refuse every new request")
     faults.add_argument("--bad-blocks", action="store_true", help="KV blocks fetched from here are damaged")
     return parser
 

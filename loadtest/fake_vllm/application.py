@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from typing import Any
+from urllib.parse import parse_qs
 
 from gateway import wire
 from loadtest.fake_vllm.arrivals import Arrival
@@ -147,7 +148,7 @@ class Exchange:
             case "PUT", "llumlet", "pairing":
                 llumlet.pair(wire.Pairing.from_json(await self._json()))
             case "DELETE", "llumlet", "pairing":
-                llumlet.pair(None)
+                llumlet.pair(None, self._fence())
             case "POST", "llumlet", "migrate":
                 return (await llumlet.migrate(wire.MigrateOrder.from_json(await self._json()))).to_json()
             case "POST", "llumlet", "drain":
@@ -171,6 +172,10 @@ class Exchange:
             case _:
                 raise BadRequest("Not Found", 404, "NotFoundError")
         return {}
+
+    def _fence(self) -> int | None:
+        word = parse_qs(self._scope["query_string"].decode("latin-1")).get(wire.FENCE_PARAMETER, [""])[0]
+        return int(word) if wire.is_count(word) else None
 
     async def _stream_reports(self) -> None:
         await self._start(200, "application/x-ndjson")
@@ -207,7 +212,8 @@ class Exchange:
             await self.error(401, "the cluster's secret is wrong", "wrong_secret")
             return
         asked = await self._asked()
-        if self._instance.faults.busy:
+        starts_now = self._starts_now(is_managed)
+        if self._instance.faults.busy and not starts_now:
             raise BadRequest("The server is busy.", 503, "ServiceUnavailableError")
         request_id = self._headers.get(wire.REQUEST_ID_HEADER) or uuid.uuid4().hex
         if is_managed and not wire.is_identifier(request_id):
@@ -221,6 +227,7 @@ class Exchange:
             priority=asked.priority,
             execution_priority=int(asked.priority < 0),
             seed=asked.seed,
+            is_admitted=starts_now,
         )
         reply = Reply(request_id, request, asked.stream)
         form = Form(asked, request, request_id, int(time.time()))
@@ -228,6 +235,9 @@ class Exchange:
         watching = asyncio.create_task(self._until_gone())
         watching.add_done_callback(lambda _: reply.changed.set())
         try:
+            if starts_now and (busy := self._llumlet.why_busy(reply)) is not None:
+                await self._refuse(busy)
+                return
             if is_managed and self._site.has_plugin:
                 try:
                     arrival = self._llumlet.open_session(reply, self._headers.get(wire.RESUME_HEADER))
@@ -239,6 +249,16 @@ class Exchange:
             watching.cancel()
             self._llumlet.close_session(reply, arrival)
             self._instance.close(reply)
+
+    def _starts_now(self, is_managed: bool) -> bool:
+        """Or not at all. A resume is not asked that: its blocks are reserved, or it was running and has to go on."""
+        asks = self._headers.get(wire.ADMIT_HEADER) == wire.ADMIT_NOW and wire.RESUME_HEADER not in self._headers
+        return asks and is_managed and self._site.has_plugin
+
+    async def _refuse(self, busy: wire.Busy) -> None:
+        """As ``vllm_plugin.managed.busy_response`` says it; the request leaves no trace."""
+        headers = {wire.BUSY_HEADER: wire.encode_busy_header(busy)}
+        await self.error(wire.BUSY_STATUS, "the instance cannot start this request now", "busy", headers)
 
     async def _reply(
         self, asked: Asked, reply: Reply, form: Form, arrival: Arrival | None, watching: asyncio.Task[None]
@@ -348,13 +368,13 @@ class Exchange:
         await self._start(status, content_type, {**length, **(headers or {})})
         await self._part(body, more=False)
 
-    async def json(self, status: int, value: Any) -> None:
-        await self.whole(status, json.dumps(value, separators=(",", ":")).encode(), "application/json")
+    async def json(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
+        await self.whole(status, json.dumps(value, separators=(",", ":")).encode(), "application/json", headers)
 
-    async def error(self, status: int, message: str, code: str) -> None:
+    async def error(self, status: int, message: str, code: str, headers: dict[str, str] | None = None) -> None:
         """As the llumlet says it (``vllm_plugin.managed.error_response``)."""
         kind = "invalid_request_error" if status < 500 else "server_error"
-        await self.json(status, {"error": {"message": message, "type": kind, "param": None, "code": code}})
+        await self.json(status, {"error": {"message": message, "type": kind, "param": None, "code": code}}, headers)
 
 
 @dataclass(frozen=True, slots=True)

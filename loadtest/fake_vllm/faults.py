@@ -20,7 +20,8 @@ class Faults:
     die_at_step: int | None = None
     """At this engine step the process is killed; one of several in a process closes its port and its connections."""
     busy: bool = False
-    """Every new request, and every migration to here, is refused with 503 or 409."""
+    """As one that is full: reports say that there is no room, and every new request is refused: told busy (409) where
+    it was to start now, else with 503. Every migration to here is refused too."""
     bad_blocks: bool = False
     """The KV blocks that a peer fetches from here arrive damaged."""
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gateway import wire
 from loadtest.fake_vllm.faults import Faults
 from loadtest.sim.engine import Engine, Outcome, Request
+
+STARTS_KEPT = 1024
 
 
 @dataclass(eq=False, slots=True)
@@ -22,6 +25,8 @@ class Reply:
     request: Request
     is_stream: bool
     is_finished: bool = False
+    submitted_at_step: int = 0
+    """The number of the engine's last step before the request was queued."""
     comments: list[wire.StreamComment] = field(default_factory=list)
     moved: wire.Moved | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -40,6 +45,14 @@ class Reply:
         self.changed.set()
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A request has left the engine's queue for its first step here. It passed ``steps_missed`` of them there."""
+
+    request_id: str
+    steps_missed: int
+
+
 class Instance:
     """Runs the engine while there is anything to do; idle, it costs nothing."""
 
@@ -51,6 +64,8 @@ class Instance:
         self.output_tokens = 0
         self.boundaries = asyncio.Condition()
         """Notified after each step."""
+        self.starts: deque[Start] = deque(maxlen=STARTS_KEPT)
+        """The last ones."""
         self._die = die
         self._replies: dict[Request, Reply] = {}
         self._numbers = itertools.count()
@@ -67,6 +82,7 @@ class Instance:
 
     def submit(self, reply: Reply) -> None:
         """Raises EngineError."""
+        reply.submitted_at_step = self.engine.steps
         self.engine.add(reply.request)
         self.follow(reply)
 
@@ -135,6 +151,9 @@ class Instance:
     def _tell(self, outcome: Outcome) -> None:
         self.output_tokens += len(outcome.sampled)
         self.prompt_tokens += sum(request.prompt_tokens for request in outcome.admitted)
+        for request in outcome.admitted:
+            if (reply := self._replies.get(request)) is not None and not request.preemptions:
+                self.starts.append(Start(reply.request_id, self.engine.steps - reply.submitted_at_step - 1))
         for request in outcome.finished:
             if (reply := self._replies.pop(request, None)) is not None:
                 reply.finish()

@@ -15,6 +15,7 @@ from gateway import wire
 from loadtest.fake_vllm.arrivals import Arrival, Arrivals, contents_fetcher
 from loadtest.fake_vllm.departures import Departure
 from loadtest.fake_vllm.instance import Instance, Reply
+from loadtest.sim.admission import judge
 from loadtest.sim.engine import State
 from loadtest.sim.reports import Identity, make_report
 from vllm_plugin.handshake import Destination, Peer, Refused
@@ -44,6 +45,8 @@ class Llumlet:
         self._sessions: dict[str, Reply] = {}
         self._departures: dict[str, Departure] = {}
         self._arrived_at: dict[str, float] = {}
+        self.migrations_ended = wire.MigrationTotals()
+        self._fence = 0
         self._pairing: wire.Pairing | None = None
         self._pairing_until = self._pairing_rests_until = 0.0
         self._line = b""
@@ -56,6 +59,12 @@ class Llumlet:
         return f"<Llumlet {self.identity.instance_id} {len(self._sessions)} sessions, {len(self._departures)} out>"
 
     # Managed requests.
+
+    def why_busy(self, reply: Reply) -> wire.Busy | None:
+        """Why a request that is to start now or not at all cannot; ``None``: it is to be submitted at once."""
+        if self.instance.faults.busy or self.draining:
+            return wire.Busy(None, 0, 0)
+        return judge(self._engine, reply.request)
 
     def open_session(self, reply: Reply, resume_id: str | None) -> Arrival | None:
         """For one request of a gateway. Raises Refused if nothing is known under ``resume_id``."""
@@ -76,6 +85,7 @@ class Llumlet:
 
     async def migrate(self, order: wire.MigrateOrder) -> wire.MigrationResult:
         """Raises NoSuchRequest, or Refused with why it cannot move."""
+        self._check_fence(order.fence)
         reply = self._sessions.get(order.request_id)
         if reply is None:
             raise NoSuchRequest(order.request_id)
@@ -106,6 +116,7 @@ class Llumlet:
             result = await departure.run()
         finally:
             del self._departures[departure.reply.request_id]
+        self.migrations_ended = self.migrations_ended.plus(result)
         logger.info("migrate %s", result)
         return result
 
@@ -123,10 +134,19 @@ class Llumlet:
             return [content ^ 1 if content is not None else None for content in contents]
         return contents
 
-    def pair(self, pairing: wire.Pairing | None) -> None:
-        """The leader's lease: move requests to that destination until it lapses."""
+    def pair(self, pairing: wire.Pairing | None, fence: int | None = None) -> None:
+        """The leader's lease: move requests to that destination until it lapses. Raises Refused."""
+        self._check_fence(pairing.fence if pairing is not None else fence)
         self._pairing = pairing
         self._pairing_until = time.monotonic() + pairing.lease_ms / 1000 if pairing is not None else 0.0
+
+    def _check_fence(self, fence: int | None) -> None:
+        """Raises Refused for a leader that has lost its lease to another, and may not know of it yet."""
+        if fence is None or not 0 <= fence <= wire.FENCE_MAX:
+            return
+        if fence < self._fence:
+            raise Refused(f"the order is of lease {fence}, and one of lease {self._fence} was here already")
+        self._fence = fence
 
     def _follow_pairing(self) -> None:
         now, pairing = time.monotonic(), self._pairing
@@ -169,6 +189,9 @@ class Llumlet:
             draining=self.draining,
             migrations_in=self.arrivals.copying(),
             migrations_out=len(self._departures),
+            migrations_ended=self.migrations_ended,
+            fence=self._fence,
+            full=self.instance.faults.busy,
         )
 
     def status(self) -> wire.Status:
@@ -222,6 +245,7 @@ class Llumlet:
         """Without the copy that ``to_json`` makes: with hundreds of instances it is most of what they cost."""
         report = self.report()
         fields = {name: getattr(report, name) for name in report.__slots__}
+        fields["migrations_ended"] = self.migrations_ended.to_json()
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
     async def empty(self, timeout_s: float) -> None:

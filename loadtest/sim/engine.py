@@ -105,6 +105,8 @@ class Request:
     seed: int = 0
     output_tokens: int = 0
     """Made so far, here or elsewhere."""
+    is_admitted: bool = False
+    """Let in because it could start now (``admission``): while it is queued, nobody takes that away from it."""
     # The engine's own.
     state: State = State.NEW
     computed_tokens: int = 0
@@ -290,15 +292,18 @@ class Engine:
         return self._blocks_missing(request, self._hits(request))
 
     def promised(self, request: Request | None = None) -> Promised:
-        """What is spoken for before ``request``, or before one that would come last: for an admission's verdict."""
+        """What is spoken for before ``request``, or before one that would come last: for an admission's verdict.
+
+        Of those that are queued, by all that come before it, and by all that are admitted.
+        """
         blocks = self.settings.watermark_blocks if self._running else 0
         for one in self._running:
             if one.total_tokens - one.computed_tokens > 1:
                 blocks += max(0, self.settings.blocks_for(one.total_tokens) - len(one.blocks))
         places = len(self._running) + len(self._frozen) + len(self._reservations)
         for key, one in self._waiting:
-            if request is not None and key > request.key:
-                break
+            if request is not None and key > request.key and not one.is_admitted:
+                continue
             blocks += self.missing_blocks(one)
             places += 1
         return Promised(blocks, places)

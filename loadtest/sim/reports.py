@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from gateway import wire
 from gateway.policy.usage import RequestUsage, freeness_steps, virtual_usage_blocks
 from gateway.policy.view import InstanceView, ModelGroup
+from gateway.policy.waiting import Room
+from loadtest.sim.admission import NO_ROOM, room_for
 from loadtest.sim.engine import Engine, Load
 
 VLLM_VERSION = "0.32.0"
@@ -36,9 +38,13 @@ def make_report(
     draining: bool = False,
     migrations_in: int = 0,
     migrations_out: int = 0,
+    migrations_ended: wire.MigrationTotals | None = None,
+    fence: int = 0,
+    full: bool = False,
     headroom_blocks: Mapping[int, int] = NO_HEADROOM,
 ) -> wire.Report:
-    """As the llumlet in a real server makes it (``vllm_plugin.llumlet``)."""
+    """As the llumlet in a real server makes it (``vllm_plugin.llumlet``). ``full``: it says that it has no room."""
+    room = _room(engine, draining or full)
     load, settings = engine.load(), engine.settings
     usage = _usage_blocks(load, headroom_blocks, draining)
     freeness = freeness_steps(settings.blocks_total, usage, load.running, settings.block_size)
@@ -69,6 +75,10 @@ def make_report(
         draining=draining,
         migrations_in=migrations_in,
         migrations_out=migrations_out,
+        migrations_ended=migrations_ended,
+        fence=fence,
+        room_blocks=room.blocks,
+        room_places=room.places,
     )
 
 
@@ -91,6 +101,8 @@ def view_of(report: wire.Report, *, healthy: bool = True, stale: bool = False) -
         requests_waiting=report.requests_waiting,
         freeness_steps=-math.inf if freeness is None else freeness,
         requests_running_max=report.requests_running_max,
+        room_blocks=report.room_blocks,
+        room_places=report.room_places,
     )
 
 
@@ -104,6 +116,7 @@ def make_view(
     """``view_of(make_report(...))`` in a fifth of the time, for simulations: most of theirs went there."""
     load, settings = engine.load(), engine.settings
     usage = _usage_blocks(load, headroom_blocks, draining)
+    room = _room(engine, draining)
     return InstanceView(
         identity.instance_id,
         groups_of(identity.models),
@@ -120,12 +133,18 @@ def make_view(
         load.waiting,
         freeness_steps(settings.blocks_total, usage, load.running, settings.block_size),
         settings.batch_max,
+        room_blocks=room.blocks,
+        room_places=room.places,
     )
 
 
 @functools.lru_cache(maxsize=64)
 def groups_of(models: tuple[str, ...]) -> frozenset[ModelGroup]:
     return frozenset(ModelGroup(model, model) for model in models)
+
+
+def _room(engine: Engine, takes_nothing: bool) -> Room:
+    return NO_ROOM if takes_nothing else room_for(engine)
 
 
 def _usage_blocks(load: Load, headroom_blocks: Mapping[int, int], draining: bool) -> float:
