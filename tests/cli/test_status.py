@@ -174,6 +174,8 @@ async def test_watch_looks_again_until_ctrl_c_which_it_takes_quietly(start_gatew
             env={**os.environ, "KVFERRY_ADMIN_KEY": ADMIN_KEY},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            # A shell has what it starts in the background ignore Ctrl-C, and so would this.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         assert process.stdout is not None
         try:
