@@ -166,7 +166,8 @@ class LlumletClient:
 
 
 def _client(headers: dict[str, str], timeout_s: float) -> httpx.AsyncClient:
-    limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_S)
+    # None is kept: what goes this way is rare, and httpx sees that a server has closed an idle one at the next use alone.
+    limits = httpx.Limits(max_keepalive_connections=0)
     timeout = httpx.Timeout(timeout_s)
     return httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, verify=_tls(), trust_env=False)
 
