@@ -166,7 +166,7 @@ class LlumletClient:
 
 
 def _client(headers: dict[str, str], timeout_s: float) -> httpx.AsyncClient:
-    # None is kept: what goes this way is rare, and httpx sees only at the next use that a server has closed an idle.
+    # None is kept: orders are rare, and httpx sees only at the next use that a server has closed an idle one.
     limits = httpx.Limits(max_keepalive_connections=0)
     timeout = httpx.Timeout(timeout_s)
     return httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, verify=_tls(), trust_env=False)
