@@ -56,6 +56,7 @@ async def test_a_request_of_a_stopped_process_goes_on_elsewhere(stream: bool, st
         assert len(a.received) == received + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_long_step_is_no_hang(stream: bool, start_gateway: StartGateway) -> None:
     """No report and no status while it lasts, but the API server answers."""

@@ -63,6 +63,7 @@ async def test_the_page_lists_every_endpoint(start_gateway: StartGateway) -> Non
         assert re.fullmatch(r"3\.1\.\d", page["openapi"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 async def test_random_requests_from_the_page_are_no_500_and_all_end(start_gateway: StartGateway) -> None:
     async with instances("a") as (a,), start_gateway(a) as running:

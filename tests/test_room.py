@@ -213,6 +213,7 @@ async def test_who_waits_is_served_by_class_and_then_by_age(start_gateway: Start
         assert engine.refused == []
 
 
+@pytest.mark.slow
 async def test_two_gateways_over_one_redis_keep_one_order(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +245,7 @@ async def told(running: Running, count: int) -> bool:
     return await running.gateway.store._redis.zcard(keys.waiting_order(MODEL)) == count
 
 
+@pytest.mark.slow
 async def test_a_newcomer_does_not_overtake_those_that_wait_elsewhere(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ async def test_a_name_stands_for_all_its_addresses(start_gateway: StartGateway) 
             ]
 
 
+@pytest.mark.slow
 async def test_addresses_of_a_name_come_and_those_that_neither_resolve_nor_answer_go(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
