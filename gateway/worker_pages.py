@@ -61,13 +61,9 @@ class WorkerPages:
     async def _tell(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Beside the event loop, as the page itself is written: streams go on meanwhile.
         data = await asyncio.to_thread(_encoded, self._own())
-        try:
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError):  # Whoever has asked may be gone.
             writer.write(len(data).to_bytes(8) + data)
             await writer.drain()
-        except ConnectionError:
-            pass  # Whoever has asked is gone.
-        finally:
-            writer.close()
 
 
 async def _ask(path: str) -> Part:

@@ -17,6 +17,21 @@ class Refused(Exception):
     """The other side, or this one, does not go on with a migration; the message is the reason."""
 
 
+class Fence:
+    """The newest lease of a leader that has given orders here; 0: none has."""
+
+    def __init__(self) -> None:
+        self.newest = 0
+
+    def check(self, fence: int | None) -> None:
+        """Raises Refused for a leader that has lost its lease to another, and may not know of it yet."""
+        if fence is None or not 0 <= fence <= wire.FENCE_MAX:
+            return
+        if fence < self.newest:
+            raise Refused(f"the order is of lease {fence}, and one of lease {self.newest} was here already")
+        self.newest = fence
+
+
 @dataclass(frozen=True)
 class Destination:
     instance_id: str

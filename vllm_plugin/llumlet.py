@@ -21,7 +21,7 @@ import aiohttp
 from gateway import wire
 from gateway.policy.usage import RequestUsage, freeness_steps, virtual_usage_blocks
 from vllm_plugin import __version__, compat, metrics
-from vllm_plugin.handshake import Commit, Destination, Peer, Refused, Reserve, Stage, read_agents
+from vllm_plugin.handshake import Commit, Destination, Fence, Peer, Refused, Reserve, Stage, read_agents
 from vllm_plugin.incoming import Incoming
 from vllm_plugin.outgoing import Migration
 from vllm_plugin.session import Session
@@ -85,8 +85,7 @@ class Llumlet:
         self._aborted: deque[str] = deque(maxlen=ABORTED_KEPT)
         self._pairing: wire.Pairing | None = None
         self._pairing_until = 0.0
-        self._fence = 0
-        """The newest lease of a leader that has ordered anything here."""
+        self._fence = Fence()
         self._pairing_rests_until = 0.0
         """A destination that has just refused, or failed, is not asked again at once."""
         self._report: wire.Report | None = None
@@ -363,7 +362,7 @@ class Llumlet:
 
     async def migrate(self, order: wire.MigrateOrder) -> wire.MigrationResult:
         """Move one request now. Raises NoSuchRequest, or Refused with why it cannot move."""
-        self._check_fence(order.fence)
+        self._fence.check(order.fence)
         session = self._sessions.get(order.request_id)
         if session is None:
             raise NoSuchRequest(order.request_id)
@@ -406,17 +405,9 @@ class Llumlet:
 
     def pair(self, pairing: wire.Pairing | None, fence: int | None = None) -> None:
         """The leader's lease: move requests to that destination until it lapses (paper, section 4.4.3)."""
-        self._check_fence(pairing.fence if pairing is not None else fence)
+        self._fence.check(pairing.fence if pairing is not None else fence)
         self._pairing = pairing
         self._pairing_until = time.monotonic() + pairing.lease_ms / 1000 if pairing is not None else 0.0
-
-    def _check_fence(self, fence: int | None) -> None:
-        """Raises Refused for a leader that has lost its lease to another, and may not know of it yet."""
-        if fence is None or not 0 <= fence <= wire.FENCE_MAX:
-            return
-        if fence < self._fence:
-            raise Refused(f"the order is of lease {fence}, and one of lease {self._fence} was here already")
-        self._fence = fence
 
     async def _follow_pairing(self) -> None:
         pairing = self._pairing
@@ -576,7 +567,7 @@ class Llumlet:
             migrations_in=self._arriving(),
             migrations_out=len(self._outgoing),
             migrations_ended=self._migrations_ended,
-            fence=self._fence,
+            fence=self._fence.newest,
             room_blocks=0 if self.draining else counts["room_blocks"],
             room_places=0 if self.draining else counts["room_places"],
         )

@@ -61,8 +61,9 @@ class LlumletClient:
         self._stock_lines = tuple(headers.items())
         self._llumlet_lines = (*self._stock_lines, (wire.SECRET_HEADER, secret))
         self._pools: dict[str, Pool] = {}
-        self._stock = _client(headers, timeout_s)
-        self._http = _client(headers | {wire.SECRET_HEADER: secret}, timeout_s)
+        self._stock = _client(headers, timeout_s, keep_alive_s=KEEP_ALIVE_S)
+        # Orders are rare, and that a server has closed an idle connection httpx sees at the next use: none is kept.
+        self._http = _client(headers | {wire.SECRET_HEADER: secret}, timeout_s, keep_alive_s=0)
 
     async def close(self) -> None:
         self.keep(())
@@ -165,9 +166,8 @@ class LlumletClient:
             return wire.MigrationResult.from_json(_check(response).json())
 
 
-def _client(headers: dict[str, str], timeout_s: float) -> httpx.AsyncClient:
-    # None is kept: orders are rare, and httpx sees only at the next use that a server has closed an idle one.
-    limits = httpx.Limits(max_keepalive_connections=0)
+def _client(headers: dict[str, str], timeout_s: float, *, keep_alive_s: float) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_keepalive_connections=None if keep_alive_s else 0, keepalive_expiry=keep_alive_s)
     timeout = httpx.Timeout(timeout_s)
     return httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, verify=_tls(), trust_env=False)
 

@@ -18,7 +18,7 @@ from loadtest.fake_vllm.instance import Instance, Reply
 from loadtest.sim.admission import judge
 from loadtest.sim.engine import State
 from loadtest.sim.reports import Identity, make_report
-from vllm_plugin.handshake import Destination, Peer, Refused
+from vllm_plugin.handshake import Destination, Fence, Peer, Refused
 from vllm_plugin.settings import MIGRATIONS_OUT_MAX, REPORT_INTERVAL_S, SETTLE_S
 
 logger = logging.getLogger("kvferry.fake")
@@ -46,7 +46,7 @@ class Llumlet:
         self._departures: dict[str, Departure] = {}
         self._arrived_at: dict[str, float] = {}
         self.migrations_ended = wire.MigrationTotals()
-        self._fence = 0
+        self._fence = Fence()
         self._pairing: wire.Pairing | None = None
         self._pairing_until = self._pairing_rests_until = 0.0
         self._line = b""
@@ -85,7 +85,7 @@ class Llumlet:
 
     async def migrate(self, order: wire.MigrateOrder) -> wire.MigrationResult:
         """Raises NoSuchRequest, or Refused with why it cannot move."""
-        self._check_fence(order.fence)
+        self._fence.check(order.fence)
         reply = self._sessions.get(order.request_id)
         if reply is None:
             raise NoSuchRequest(order.request_id)
@@ -136,17 +136,9 @@ class Llumlet:
 
     def pair(self, pairing: wire.Pairing | None, fence: int | None = None) -> None:
         """The leader's lease: move requests to that destination until it lapses. Raises Refused."""
-        self._check_fence(pairing.fence if pairing is not None else fence)
+        self._fence.check(pairing.fence if pairing is not None else fence)
         self._pairing = pairing
         self._pairing_until = time.monotonic() + pairing.lease_ms / 1000 if pairing is not None else 0.0
-
-    def _check_fence(self, fence: int | None) -> None:
-        """Raises Refused for a leader that has lost its lease to another, and may not know of it yet."""
-        if fence is None or not 0 <= fence <= wire.FENCE_MAX:
-            return
-        if fence < self._fence:
-            raise Refused(f"the order is of lease {fence}, and one of lease {self._fence} was here already")
-        self._fence = fence
 
     def _follow_pairing(self) -> None:
         now, pairing = time.monotonic(), self._pairing
@@ -190,7 +182,7 @@ class Llumlet:
             migrations_in=self.arrivals.copying(),
             migrations_out=len(self._departures),
             migrations_ended=self.migrations_ended,
-            fence=self._fence,
+            fence=self._fence.newest,
             full=self.instance.faults.busy,
         )
 
