@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+
 from gateway.app import Gateway
 from gateway.cluster.discovery import TIMEOUTS_MAX
-from gateway.config import Intervals, Settings
+from gateway.config import Budgets, Intervals, Settings
 from loadtest.processes import free_port
+from tests.conftest import INTERVALS, StartGateway, until
 from tests.fake_instance import SECRET, FakeInstance, instances
 
 
@@ -61,3 +65,16 @@ async def test_a_renamed_instance_replaces_the_one_at_its_address() -> None:
         await gateway.discovery.probe_all()
         assert [member.instance.instance_id for member in gateway.members.all()] == ["b"]
         await gateway.stop()
+
+
+async def test_a_gateway_that_nobody_has_answered_yet_lets_requests_wait(start_gateway: StartGateway) -> None:
+    """It has just started, on a machine that stands still for seconds, and knows of no instance at all."""
+    quick = dataclasses.replace(INTERVALS, probe_timeout_s=0.5)
+    async with instances("a") as (a,):
+        a.runs.clear()
+        async with start_gateway(a, budgets=Budgets(instance_wait_s=60), intervals=quick) as running:
+            assert running.gateway.members.all() == ()
+            asking = asyncio.create_task(running.chat())
+            await until(lambda: running.gateway.waiting._waiters)
+            a.runs.set()
+            assert (await asking).status_code == 200

@@ -177,8 +177,9 @@ class Dispatcher:
         self._trickled_at = {one: at for one, at in self._trickled_at.items() if is_known(one.instance_id) == one}
 
     def may_come(self, model: str | None, exclude: Collection[str], group: ModelGroup | None = None) -> bool:
-        """Whether an instance is known that could serve it, were it usable."""
-        return any(
+        """Whether an instance is known that could serve it, were it usable; or none is known at all, as when a gateway
+        has just started and nobody has answered it yet."""
+        return not self._members.all() or any(
             member.instance.instance_id not in exclude
             and (model is None or model in member.models)
             and (group is None or group in member.groups)

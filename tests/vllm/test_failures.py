@@ -172,7 +172,8 @@ async def test_a_client_of_a_whole_reply_that_leaves_frees_both_instances_within
         post = asyncio.create_task(client.http.post(client.url + COMPLETIONS, json=body, headers=client.headers()))
         request_id = await on_a(client, output_tokens=20)
     if move:
-        assert (await client.move(request_id, "b"))["outcome"] == "committed"
+        ordered = await client.move(request_id, "b")
+        assert (ordered["status"], ordered.get("outcome")) == (200, "committed"), ordered
     post.cancel()
     await asyncio.wait([post])
     await client.wait_until_empty(FREED_WITHIN_S)
@@ -226,6 +227,7 @@ async def test_a_stream_whose_destination_is_lost_after_the_commit_is_resumed_ex
         async for _ in events(response, reply):
             if not move and len(reply.tokens) >= 40:
                 move = await client.move(response.headers["x-request-id"], "b")
+                assert move["status"] == 200, move
             if move and not lost and len(reply.tokens) >= move["output_tokens"] + 20:
                 cutting.refusing = True
                 cutting.cut()
@@ -290,7 +292,8 @@ async def test_a_reply_that_is_not_streamed_survives_the_loss_of_its_destination
     async with client.only("a"):
         running = asyncio.create_task(post())
         request_id = await on_a(client, output_tokens=10)
-    assert (await client.move(request_id, "b"))["outcome"] == "committed"
+    move = await client.move(request_id, "b")
+    assert (move["status"], move.get("outcome")) == (200, "committed"), move
     cutting.refusing = True
     cutting.cut()
     response = await running
