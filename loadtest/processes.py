@@ -44,7 +44,9 @@ class ManagedProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                # Not a session of its own: Linux shares the cores between sessions first (sched(7), autogroups), and
+                # how nice a process is would then count for nothing beside the gateway and the client.
+                process_group=0,
             )
         # For exits that skip every context manager; `end` takes it out again.
         atexit.register(self._signal_group, signal.SIGKILL)

@@ -319,7 +319,7 @@ class Stack:
 
 def _nice() -> list[str]:
     found = shutil.which("nice")
-    return [found, "-n", "5"] if found else []
+    return [found, "-n", "10"] if found else []
 
 
 async def _status(client: httpx.AsyncClient, url: str, headers: Mapping[str, str]) -> int | None:

@@ -36,6 +36,11 @@ class CuttingProxy:
         for writer in list(self._writers):
             writer.transport.abort()
 
+    def lose(self) -> None:
+        """As where the machine behind it has gone."""
+        self.refusing = True
+        self.cut()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.refusing:
             writer.transport.abort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,10 +14,11 @@ import pytest_asyncio
 
 from gateway.app import Gateway
 from gateway.config import Settings
+from gateway.policy.decide import Policy
 from gateway.wire import SECRET_HEADER
 from loadtest.client import ATTEMPTS_MAX, Client, Reply, events
 from loadtest.stack import Stack
-from tests.conftest import serve
+from tests.conftest import serve, until
 from tests.cutting_proxy import CuttingProxy
 from tests.vllm.fault_proxy import Fault, HandshakeProxy, cut, dead_agents, hang, lose_reply, refuse
 from vllm_plugin.settings import RESERVATION_LEASE_S
@@ -188,6 +190,11 @@ async def cutting(stack: Stack) -> AsyncIterator[CuttingProxy]:
         yield proxy
 
 
+def has_heard_of_both(gateway: Gateway) -> bool:
+    members = gateway.members.all()
+    return len(members) == 2 and all(member.usable and member.report is not None for member in members)
+
+
 @pytest_asyncio.fixture(loop_scope="session")
 async def behind_cutting(stack: Stack, cutting: CuttingProxy) -> AsyncIterator[Client]:
     """A client of a second gateway, which reaches b only through the cutting proxy."""
@@ -198,14 +205,12 @@ async def behind_cutting(stack: Stack, cutting: CuttingProxy) -> AsyncIterator[C
             redis_url=stack.redis_url,
             admin_key=stack.admin_key,
             api_keys=(stack.api_key,),
+            policy=Policy.NONE,
         )
     )
     async with serve(gateway) as url:
         client = Client(stack, url)
-        async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as http:
-            headers = {"authorization": f"Bearer {stack.admin_key}"}
-            while '"b"' not in (await http.get(f"{url}/admin/instances", headers=headers)).text:
-                await asyncio.sleep(0.05)
+        await until(lambda: has_heard_of_both(gateway))
         try:
             yield client
             # What the gateway cannot reach to give up ends with its lease.
@@ -220,25 +225,25 @@ async def test_a_stream_whose_destination_is_lost_after_the_commit_is_resumed_ex
     client = behind_cutting
     body = {**BODY, "temperature": 0.9, "seed": 11, "frequency_penalty": 0.4}
     alone = await client.run(COMPLETIONS, **body)
-    reply = Reply()
-    move: dict[str, Any] = {}
-    lost = False
-    async with client.stream(COMPLETIONS, "a", **body) as response:
-        async for _ in events(response, reply):
-            if not move and len(reply.tokens) >= 40:
-                move = await client.move(response.headers["x-request-id"], "b")
-                assert move["status"] == 200, move
-            if move and not lost and len(reply.tokens) >= move["output_tokens"] + 20:
-                cutting.refusing = True
-                cutting.cut()
-                lost = True
-    assert move["outcome"] == "committed"
-    assert lost
-    assert reply.tokens == alone.tokens
-    assert reply.text == alone.text
-    assert reply.finish == alone.finish
-    assert reply.done == 1
-    assert len(reply.identity()) == 1, reply.identity()
+    for _ in range(ATTEMPTS_MAX):  # On a busy machine the stream may have ended before the order came.
+        reply = Reply()
+        move: dict[str, Any] = {}
+        async with client.stream(COMPLETIONS, "a", **body) as response:
+            async for _ in events(response, reply):
+                if not move and len(reply.tokens) >= 40:
+                    move = await client.move(response.headers["x-request-id"], "b")
+                is_due = len(reply.tokens) >= move.get("output_tokens", math.inf) + 20
+                if is_due and not cutting.refusing:
+                    cutting.lose()
+        assert reply.tokens == alone.tokens
+        assert reply.text == alone.text
+        assert reply.finish == alone.finish
+        assert reply.done == 1
+        assert len(reply.identity()) == 1, reply.identity()
+        if move["status"] != 404:
+            break
+    assert move.get("outcome") == "committed", move
+    assert cutting.refusing
 
 
 async def test_a_destination_that_the_gateway_cannot_reach_at_the_move_is_replaced_by_a_resume(
@@ -253,8 +258,7 @@ async def test_a_destination_that_the_gateway_cannot_reach_at_the_move_is_replac
     async with client.stream(COMPLETIONS, "a", **body) as response:
         async for _ in events(response, reply):
             if move is None and len(reply.tokens) >= 40:
-                cutting.refusing = True
-                cutting.cut()
+                cutting.lose()
                 move = asyncio.create_task(order_at_a(client, response.headers["x-request-id"]))
     assert move is not None
     moved = await move
@@ -289,13 +293,16 @@ async def test_a_reply_that_is_not_streamed_survives_the_loss_of_its_destination
         return await client.http.post(client.url + COMPLETIONS, json=request, headers=client.headers())
 
     alone = (await post()).json()
-    async with client.only("a"):
-        running = asyncio.create_task(post())
-        request_id = await on_a(client, output_tokens=10)
-    move = await client.move(request_id, "b")
-    assert (move["status"], move.get("outcome")) == (200, "committed"), move
-    cutting.refusing = True
-    cutting.cut()
+    for _ in range(ATTEMPTS_MAX):  # On a busy machine the reply may be complete before the order came.
+        async with client.only("a"):
+            running = asyncio.create_task(post())
+            request_id = await on_a(client, output_tokens=10)
+        move = await client.move(request_id, "b")
+        if move["status"] != 404:
+            break
+        await running
+    assert move.get("outcome") == "committed", move
+    cutting.lose()
     response = await running
     assert response.status_code == 200, response.text
     assert response.json()["choices"] == alone["choices"]
