@@ -138,3 +138,19 @@ async def test_classes_come_before_ages_whichever_gateway_they_wait_in(redis_url
         await until_true(lambda: both.told(9), 30)
         in_order = sorted(people, key=lambda one: (one.priority_class, one.since))
         assert await both.all_started(9) == [ticket.request_id for ticket in in_order]
+
+
+async def test_a_line_of_others_is_looked_at_again_while_somebody_waits_here_for_another_model(redis_url: str) -> None:
+    """Else a line that is long ago no more would have everyone turned away who comes here for that model."""
+    async with cluster(redis_url) as both:
+        here, there = both.sides
+        waiting = here.waiting
+        for side in both.sides:
+            side.members.probed(INSTANCE, [{"id": both.model}, {"id": "another"}], True, None, time.monotonic())
+        there.ask(Ticket("there", both.model, NORMAL, 1))
+        await until(lambda: waiting.length(both.model) == 1)
+        here.ask(Ticket("here", "another", NORMAL, 1))
+        await until(lambda: waiting.length("another") == 1)
+        there.tasks[0].cancel()
+        await until(lambda: waiting.length(both.model) == 0, 30)
+        assert waiting.length("another") == 1
