@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from gateway.cluster.discovery import Discovery
 from gateway.cluster.members import Instance, Member, Members
 from gateway.cluster.store import Store
 from gateway.cluster.targets import Targets, read_url
 from gateway.counters import Counters
-from gateway.errors import BadRequest, Conflict, GatewayError, LlumletRefused, NotFound
+from gateway.errors import BadRequest, BodyTimeout, Conflict, GatewayError, LlumletRefused, NotFound, TooLarge
 from gateway.requests import Found, Requests
 from gateway.scheduler.drain import Drains
 from gateway.scheduler.executor import Executor
@@ -28,6 +30,9 @@ from gateway.wire import MIGRATION_METHODS, MigrationResult, Report, is_identifi
 
 DRAIN_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S_MAX = 3600.0
+BODY_BYTES_MAX = 64 * 1024
+BODY_S = 10.0
+NAME_SHOWN_MAX = 64
 _ID_PREFIXES = ("chatcmpl-", "cmpl-")
 
 
@@ -70,11 +75,11 @@ class Admin:
             ],
         }
 
-    async def add(self, order: Any) -> dict[str, Any]:
+    async def add(self, order: dict[str, Any]) -> dict[str, Any]:
         """All gateways follow it from now on, until it is removed again."""
         return await self._order_target(_read_url(order), added=True)
 
-    async def remove(self, order: Any) -> dict[str, Any]:
+    async def remove(self, order: dict[str, Any]) -> dict[str, Any]:
         return await self._order_target(_read_url(order), added=False)
 
     async def remove_instance(self, instance_id: str) -> dict[str, Any]:
@@ -105,7 +110,7 @@ class Admin:
             raise _no_request(request_id)
         return {"request": request_id, "gateway": gateway_id, "cancelled": True}
 
-    async def migrate(self, order: Any) -> dict[str, Any]:
+    async def migrate(self, order: dict[str, Any]) -> dict[str, Any]:
         """Moves one request and waits for the outcome; the pause is what this request's client saw."""
         request_id, destination_id, method = _read_order(order)
         source, found = await self._source(request_id)
@@ -125,7 +130,7 @@ class Admin:
             return {**result.to_json(), "pause_ms": None, "token_gap_ms": None}
         return {**result.to_json(), **await self._requests.pause(request_id, result.migration_id)}
 
-    async def drain(self, instance_id: str, order: Any) -> dict[str, Any]:
+    async def drain(self, instance_id: str, order: dict[str, Any]) -> dict[str, Any]:
         """Goes on to its end when the operator's connection does not."""
         timeout_s = _read_drain(order)
         started = time.monotonic()
@@ -211,51 +216,62 @@ def _with_plugin(instance: Instance) -> Instance:
     return instance
 
 
+class _Json(Response):
+    """In ASCII: half a surrogate pair in an instance's own words must not cost the whole answer."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode()
+
+
 def build_admin_app(admin: Admin) -> FastAPI:
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
 
     @app.get("/admin/instances")
-    async def instances() -> JSONResponse:
-        return JSONResponse(admin.instances())
+    async def instances() -> Response:
+        return _Json(admin.instances())
 
     @app.get("/admin/requests")
-    async def requests() -> JSONResponse:
-        return JSONResponse(await admin.requests())
+    async def requests() -> Response:
+        return _Json(await admin.requests())
 
     @app.get("/admin/requests/{request_id}")
-    async def request(request_id: str) -> JSONResponse:
-        return JSONResponse(await admin.request(request_id))
+    async def request(request_id: str) -> Response:
+        return _Json(await admin.request(request_id))
 
     @app.delete("/admin/requests/{request_id}")
-    async def cancel(request_id: str) -> JSONResponse:
-        return JSONResponse(await admin.cancel(request_id))
+    async def cancel(request_id: str) -> Response:
+        return _Json(await admin.cancel(request_id))
 
     @app.post("/admin/instances")
-    async def add(request: Request) -> JSONResponse:
-        return JSONResponse(await admin.add(await _json(request)))
+    async def add(request: Request) -> Response:
+        return _Json(await admin.add(await _order(request, "url")))
 
     @app.delete("/admin/instances")
-    async def remove(request: Request) -> JSONResponse:
-        return JSONResponse(await admin.remove(await _json(request)))
+    async def remove(request: Request) -> Response:
+        return _Json(await admin.remove(await _order(request, "url")))
 
     @app.delete("/admin/instances/{instance_id}")
-    async def remove_instance(instance_id: str) -> JSONResponse:
-        return JSONResponse(await admin.remove_instance(instance_id))
+    async def remove_instance(instance_id: str) -> Response:
+        return _Json(await admin.remove_instance(instance_id))
 
     @app.post("/admin/migrate")
-    async def migrate(request: Request) -> JSONResponse:
-        return JSONResponse(await admin.migrate(await _json(request)))
+    async def migrate(request: Request) -> Response:
+        return _Json(await admin.migrate(await _order(request, "request", "destination", "method")))
 
     @app.post("/admin/instances/{instance_id}/drain")
-    async def drain(instance_id: str, request: Request) -> JSONResponse:
-        return JSONResponse(await admin.drain(instance_id, await _json(request) if await request.body() else {}))
+    async def drain(instance_id: str, request: Request) -> Response:
+        order = await _order(request, "timeout_s", may_be_empty=True)
+        return _Json(await admin.drain(instance_id, order))
 
     @app.delete("/admin/instances/{instance_id}/drain")
-    async def undrain(instance_id: str) -> JSONResponse:
-        return JSONResponse(await admin.undrain(instance_id))
+    async def undrain(instance_id: str) -> Response:
+        return _Json(await admin.undrain(instance_id))
 
     app.add_exception_handler(GatewayError, _handler(_gateway_error))
     app.add_exception_handler(HTTPException, _handler(_http_exception))
+    app.add_exception_handler(Exception, _handler(_own_bug))
     return app
 
 
@@ -267,14 +283,19 @@ def _handler(to_response: Callable[[Any], Response]) -> Callable[[Request, Excep
 
 
 def _gateway_error(error: GatewayError) -> Response:
-    return JSONResponse(error.to_json(), error.status, error.headers)
+    return _Json(error.to_json(), error.status, error.headers)
+
+
+def _own_bug(_error: Exception) -> Response:
+    """Starlette raises it again once this is sent, so that it is logged."""
+    return _gateway_error(GatewayError("The gateway failed to handle this request."))
 
 
 def _http_exception(error: HTTPException) -> Response:
     """FastAPI's own: no such route, or not this method."""
     kind = "NotFoundError" if error.status_code == 404 else "invalid_request_error"
     body = {"error": {"message": error.detail, "type": kind, "param": None, "code": error.status_code}}
-    return JSONResponse(body, error.status_code, error.headers)
+    return _Json(body, error.status_code, error.headers)
 
 
 def _refusal(error: LlumletRefused) -> GatewayError:
@@ -285,16 +306,46 @@ def _refusal(error: LlumletRefused) -> GatewayError:
     return error
 
 
-async def _json(request: Request) -> Any:
+async def _order(request: Request, *fields: str, may_be_empty: bool = False) -> dict[str, Any]:
+    """A field that is not known may be a slip: what was meant by it would not be done."""
+    body = await _body(request)
+    if may_be_empty and not body:
+        return {}
     try:
-        return json.loads(await request.body())
+        order = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise BadRequest("The request body is not valid JSON.") from error
-
-
-def _read_drain(order: Any) -> float:
     if not isinstance(order, dict):
-        raise BadRequest("The request body must be a JSON object, or empty.")
+        raise BadRequest(f"The request body must be a JSON object with {_listed(fields)}.")
+    for name in order:
+        if name not in fields:
+            raise BadRequest(
+                f"`{name[:NAME_SHOWN_MAX]}` is not known; there is {_listed(fields)}.", param=name[:NAME_SHOWN_MAX]
+            )
+    return order
+
+
+def _listed(fields: Sequence[str]) -> str:
+    return ", ".join(f"`{field}`" for field in fields)
+
+
+async def _body(request: Request) -> bytes:
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > BODY_BYTES_MAX:
+                    raise TooLarge(f"The request body is larger than {BODY_BYTES_MAX} bytes.")
+    except TimeoutError as error:
+        raise BodyTimeout(f"The request body took more than {BODY_S:g} s.") from error
+    except ClientDisconnect as error:
+        raise BadRequest("The request body has not come to its end.") from error
+    return b"".join(parts)
+
+
+def _read_drain(order: dict[str, Any]) -> float:
     timeout_s = order.get("timeout_s", DRAIN_TIMEOUT_S)
     # Not a number (NaN) is in no range.
     if type(timeout_s) not in (int, float) or not 0 < timeout_s <= DRAIN_TIMEOUT_S_MAX:
@@ -304,9 +355,7 @@ def _read_drain(order: Any) -> float:
     return float(timeout_s)
 
 
-def _read_order(order: Any) -> tuple[str, str, str]:
-    if not isinstance(order, dict):
-        raise BadRequest("The request body must be a JSON object with `request` and `destination`.")
+def _read_order(order: dict[str, Any]) -> tuple[str, str, str]:
     for name in ("request", "destination"):
         if not isinstance(order.get(name), str) or not order[name]:
             raise BadRequest(f"`{name}` is missing or not a string.", param=name)
@@ -330,9 +379,9 @@ def _no_request(request_id: str) -> NotFound:
     return NotFound(f"There is no running request `{request_id}`.", param="request", code="request_not_found")
 
 
-def _read_url(order: Any) -> str:
-    if not isinstance(order, dict) or not isinstance(order.get("url"), str):
-        raise BadRequest("The request body must be a JSON object with `url`.", param="url")
+def _read_url(order: dict[str, Any]) -> str:
+    if not isinstance(order.get("url"), str):
+        raise BadRequest("`url` is missing or not a string.", param="url")
     try:
         return read_url(order["url"])
     except ValueError as error:

@@ -22,7 +22,7 @@ from gateway.cluster.plain import LoadReader
 from gateway.cluster.pulse import Pulse
 from gateway.cluster.records import Records
 from gateway.cluster.replicas import Replicas
-from gateway.cluster.reports import ReportReader
+from gateway.cluster.reports import RETRY_MOST_S, ReportReader
 from gateway.cluster.responses import StoredResponses
 from gateway.cluster.store import Store
 from gateway.cluster.targets import Resolve, Targets, resolve
@@ -88,7 +88,12 @@ class Gateway:
         self._pulse_timeout_s = settings.budgets.hang_s / 3
         self.records = Records(self.store, intervals.ownership_refresh_s, self.counters)
         self.sessions = Sessions(self.gateway_id, self.records, settings.limits.recent_requests)
-        self.dispatcher = Dispatcher(self.members, limits.requests_per_instance, limits.queue_per_instance)
+        self.dispatcher = Dispatcher(
+            self.members,
+            limits.requests_per_instance,
+            limits.queue_per_instance,
+            awaits_some=lambda: self.targets.awaits_some(),
+        )
         self.targets = Targets(settings.instance_urls, self.members, self._loops_of, self.dispatcher.in_flight, resolve)
         self.discovery = Discovery(
             self.targets.urls, self.members, self.llumlets, self.store, min(self._pulse_timeout_s, 1.0)
@@ -266,8 +271,9 @@ class Gateway:
         """What follows one instance's address. Each has a loop of its own: one that hangs delays none of the others."""
         pulse = Pulse(url, self.members, self.llumlets, self._pulse_timeout_s)
         loads = LoadReader(url, self.members, self.llumlets, self._pulse_timeout_s)
+        reports = ReportReader(url, self.members, self.llumlets, self.counters)
         return [
-            ReportReader(url, self.members, self.llumlets, self.counters).run(),
+            run_forever("reports", reports.run, RETRY_MOST_S, self.counters),
             run_forever("pulse", pulse.feel, self._intervals.pulse_s, self.counters),
             run_forever("loads", loads.read, self._intervals.pulse_s, self.counters),
         ]

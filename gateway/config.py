@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import ipaddress
+import logging
 import math
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 from gateway.access import Key
 from gateway.cluster.health import HealthSettings
 from gateway.cluster.targets import DNS_SCHEME, read_name, read_url
-from gateway.config_sources import FILE_FLAG, Values, gather
+from gateway.config_sources import FILE_FLAG, Values, gather, unknown_variables
 from gateway.errors import ConfigError
 from gateway.keys_file import read_keys_file
 from gateway.openai.caps import Caps, read_caps
@@ -22,6 +23,7 @@ from gateway.policy.decide import Policy
 from gateway.policy.migration import MigrationSettings
 from gateway.policy.waiting import WaitingRules
 from gateway.shutdown import ShutdownSettings
+from gateway.telemetry import log
 
 WORKERS_MAX = 256
 
@@ -203,6 +205,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def read_settings(flags: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
     return settings_from(read_values(flags, environment))
+
+
+def warn_of_unknown(environment: Mapping[str, str]) -> None:
+    """A slip in a variable's name would else go unseen. Names only: the value may be a secret."""
+    for name, meant in unknown_variables(FLAGS, environment):
+        hint = {} if meant is None else {"meant": meant}
+        log("unknown_variable", level=logging.WARNING, name=name, **hint)
 
 
 def read_values(flags: argparse.Namespace, environment: Mapping[str, str]) -> Values:

@@ -19,9 +19,20 @@ LISTS = ("KVFERRY_INSTANCES", "KVFERRY_API_KEYS")
 """Comma-separated in flags and variables; in the file they may be arrays."""
 TABLES = ("KVFERRY_CAPS",)
 """``n=16,stop=8`` in flags and variables; in the file they may be tables."""
+NEAR = 0.7
+"""How alike two names must be for one to be a slip for the other, from 0 to 1."""
 _SECRET = re.compile(r"(SECRET|KEY|KEYS|PASSWORD|TOKEN)$")
 _NAMED = re.compile(r"(KVFERRY_[A-Z0-9_]+)(?: \(--[a-z0-9-]+\))?")
 _PASSWORDS = re.compile(r"(?<=://)[^/@\s]*(?=@)|(?<=[?&]password=)[^&\s]*")
+
+OTHERS = (
+    *("KVFERRY_CONFIG", "KVFERRY_URL", "KVFERRY_ADMIN_KEY_FILE"),
+    *("KVFERRY_INSTANCE_ID", "KVFERRY_ADVERTISE_HOST", "KVFERRY_DRAIN_TIMEOUT_S", "KVFERRY_GROWTH_TOKENS"),
+    "KVFERRY_ALLOW_UNTESTED_VLLM",
+)
+"""The commands' own and the plugin's: one file of variables may serve all of them."""
+_FOREIGN = re.compile(r"([A-Z0-9_]+_)?(SERVICE_(HOST|PORT)\w*|PORT(_\d+_(TCP|UDP)\w*)?)")
+"""What Kubernetes puts into every container beside a service of our name."""
 
 Row = tuple[str, str, str, str]
 """Flag, variable, default, meaning."""
@@ -103,6 +114,15 @@ def gather(rows: Sequence[Row], flags: Mapping[str, Any], environment: Mapping[s
             value = in_file.get(variable, Value(default, None))
         values[variable] = value
     return Values(rows, values)
+
+
+def unknown_variables(rows: Sequence[Row], environment: Mapping[str, str]) -> list[tuple[str, str | None]]:
+    """Those with our prefix that nobody reads, each with the one that may have been meant."""
+    known = {variable.removeprefix(PREFIX) for _, variable, _, _ in rows} | {one.removeprefix(PREFIX) for one in OTHERS}
+    given = [name.removeprefix(PREFIX) for name in sorted(environment) if name.startswith(PREFIX)]
+    unknown = [name for name in given if name not in known and not _FOREIGN.fullmatch(name)]
+    near = ((name, difflib.get_close_matches(name, sorted(known), n=1, cutoff=NEAR)) for name in unknown)
+    return [(PREFIX + name, PREFIX + found[0] if found else None) for name, found in near]
 
 
 def read_file(path: str, rows: Sequence[Row], named_by: str) -> dict[str, Value]:

@@ -33,15 +33,24 @@ def read_keys_file(path: str) -> tuple[Key, ...]:
     not open the gateway to everyone.
     """
     try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return _keys(_tables(path))
+    except ConfigError as error:
+        raise ConfigError(f"{VARIABLE} (--keys-file): {path}: {error.message}") from None
+
+
+def names_in(path: str) -> frozenset[str]:
+    """Of the keys in a file, which may be wrong otherwise. Raises :class:`ConfigError` for one that is not TOML."""
+    entries = _tables(path).get("keys")
+    return frozenset(entries) if isinstance(entries, dict) else frozenset()
+
+
+def _tables(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{VARIABLE} (--keys-file) cannot be read: {error}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{VARIABLE} (--keys-file): {path} is not TOML: {error}.") from error
-    try:
-        return _keys(tables)
-    except ConfigError as error:
-        raise ConfigError(f"{VARIABLE} (--keys-file): {path}: {error.message}") from None
 
 
 class KeysFile:

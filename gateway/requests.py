@@ -44,7 +44,8 @@ class Found:
 
     @property
     def instance_id(self) -> str | None:
-        return self.shown.get("instance")
+        instance_id = self.shown.get("instance")
+        return instance_id if isinstance(instance_id, str) else None
 
 
 class OwnRequests:
@@ -110,7 +111,7 @@ class Requests:
             answers = await self._replicas.ask(others, "list", {})
         except StoreUnavailable:
             answers = {}
-        said = {self._gateway_id: self._own.list(), **answers}
+        said = {self._gateway_id: self._own.list()} | {one: words for one, words in answers.items() if _is_list(words)}
         cut = any(len(one["requests"]) < one["running"] for one in said.values())
         return {
             "gateway": self._gateway_id,
@@ -126,7 +127,7 @@ class Requests:
         """Raises :class:`StoreUnavailable` if it is not this gateway's, and no other can be asked."""
         if own := self._own.look(request_id):
             return _found(self._gateway_id, own)
-        answers = await self._ask(request_id, "look", lambda words: bool(words))
+        answers = await self._ask(request_id, "look", lambda words: isinstance(words.get("shown"), dict))
         return _found(*answers) if answers is not None else None
 
     async def cancel(self, request_id: str) -> str | None:
@@ -164,10 +165,9 @@ class Requests:
             found = await self.find(request_id)
             if found is None:
                 return None
-            moves = [one for one in found.shown["moves"] if one["migration_id"] == migration_id]
-            pause_ms = moves[0]["pause_ms"] if moves else None
-            is_known = pause_ms is not None or not found.is_running or not found.shown["stream"]
-            return _pause(pause_ms, found.shown["token_gap_ms"]) if is_known else None
+            pause_ms = _pause_of(found.shown.get("moves"), migration_id)
+            is_known = pause_ms is not None or not found.is_running or not found.shown.get("stream")
+            return _pause(pause_ms, found.shown.get("token_gap_ms")) if is_known else None
 
         try:
             return await _soon(seen, PAUSE_WAIT_S) or _pause(None, None)
@@ -190,10 +190,32 @@ class Requests:
         return None
 
 
+# Another gateway may be of another version: what it does not say is not known.
+
+
 def _found(gateway_id: str, words: Mapping[str, Any]) -> Found:
-    group = words.get("group")
     shown = {**words["shown"], "gateway": gateway_id}
-    return Found(gateway_id, shown, ModelGroup(*group) if group is not None else None)
+    match words.get("group"):
+        case [str(name), str() | None as root, str() | None as parent]:
+            return Found(gateway_id, shown, ModelGroup(name, root, parent))
+        case _:
+            return Found(gateway_id, shown, None)
+
+
+def _is_list(words: Mapping[str, Any]) -> bool:
+    match words:
+        case {"requests": [*requests], "recent": [*recent], "running": int()}:
+            return all(isinstance(one, dict) for one in (*requests, *recent))
+        case _:
+            return False
+
+
+def _pause_of(moves: object, migration_id: str) -> float | None:
+    for move in moves if isinstance(moves, list) else ():
+        match move:
+            case {"migration_id": str(known), "pause_ms": float() | int() as pause_ms} if known == migration_id:
+                return pause_ms
+    return None
 
 
 def _pause(pause_ms: float | None, token_gap_ms: float | None) -> dict[str, float | None]:

@@ -1,8 +1,8 @@
 """Messages between gateway and llumlet, and the names of headers and stream comments. Standard library only.
 
 Both sides import this module, so that a name is written once. Every ``from_json`` takes what ``json.loads`` returned
-and raises :class:`WireError` when a field is missing or of the wrong type; unknown fields are ignored, so that a newer
-peer can say more.
+and raises :class:`WireError` when a field is missing, of the wrong type or a number that nobody can count with; unknown
+fields are ignored, so that a newer peer can say more.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ BUSY_HEADER = "x-kvferry-busy"
 BUSY_STATUS = 409
 
 COMMENT_PREFIX = b": kvferry "
+NUMBER_MAX = 2**53
+"""Of every number, and of its negative: beyond it floats and whole numbers are not the same any more."""
 
 
 class PriorityClass(enum.IntEnum):
@@ -69,7 +71,8 @@ class _Field:
     name: str
     kind: Any
     usual: Any
-    """What a value is mostly of, exactly: it needs no other check."""
+    """What a value is mostly of, exactly: it needs no other check than that of its range."""
+    is_number: bool
     required: bool
 
 
@@ -82,6 +85,7 @@ def _fields(message: type) -> tuple[_Field, ...]:
             field.name,
             hints[field.name],
             _usual(hints[field.name]),
+            _usual(hints[field.name]) in _NUMBERS,
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
         )
         for field in dataclasses.fields(message)
@@ -94,6 +98,7 @@ def _usual(kind: Any) -> Any:
 
 
 _PLAIN = (str, int, float, bool)
+_NUMBERS = (int, float)
 
 
 @functools.cache
@@ -127,11 +132,18 @@ def _check(value: Any, kind: Any, name: str) -> Any:
         return value
     if isinstance(kind, type) and issubclass(kind, Message):
         return kind.from_json(value)
+    _check_range(value, name)
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
         raise WireError(f"{name} must be of type {kind.__name__}, not {type(value).__name__}")
     return value
+
+
+def _check_range(value: Any, name: str) -> None:
+    """Not a number (NaN), which Python's JSON can say, is in no range."""
+    if type(value) in _NUMBERS and not -NUMBER_MAX <= value <= NUMBER_MAX:
+        raise WireError(f"{name} is out of range")
 
 
 class Message:
@@ -151,7 +163,11 @@ class Message:
             name = field.name
             if name in value:
                 entry = value[name]
-                fields[name] = entry if type(entry) is field.usual else _check(entry, field.kind, name)
+                if type(entry) is not field.usual:
+                    entry = _check(entry, field.kind, name)
+                elif field.is_number and not -NUMBER_MAX <= entry <= NUMBER_MAX:
+                    raise WireError(f"{name} is out of range")
+                fields[name] = entry
             elif field.required:
                 raise WireError(f"{cls.__name__} lacks {name}")
         return cls(**fields)

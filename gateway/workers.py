@@ -47,9 +47,10 @@ class Place:
 
 def given_place() -> Place | None:
     """``None`` in any other process. The worker ends when its parent does, however."""
-    given = os.environ.pop(WORKER_VARIABLE, None)
-    if given is None:
+    given = os.environ.get(WORKER_VARIABLE, "")
+    if not given.startswith("{"):  # Else it is a slip of somebody who meant KVFERRY_WORKERS.
         return None
+    del os.environ[WORKER_VARIABLE]
     place = json.loads(given)
     threading.Thread(target=_end_with, args=(place["pipe"],), daemon=True).start()
     seat = Seat(place["index"], tuple(place["paths"]), socket.socket(fileno=place["own"]))
@@ -66,13 +67,17 @@ def run_workers(host: str, port: int, workers: int, arguments: Sequence[str], en
     try:
         sockets = listen(host, port, workers)
     except OSError as error:
-        print(f"kvferry: cannot listen on {host}:{port}: {error.strerror or error}", file=sys.stderr)
+        say_cannot_listen(host, port, error)
         return 1
     try:
         return Workers(sockets, [sys.executable, "-m", "gateway", *arguments], end_s).run()
     except OSError as error:  # No process, or no socket in the directory for temporary files.
         print(f"kvferry: cannot start a worker: {error.strerror or error}", file=sys.stderr)
         return 1
+
+
+def say_cannot_listen(host: str, port: int, error: OSError) -> None:
+    print(f"kvferry: cannot listen on {host}:{port}: {error.strerror or error}", file=sys.stderr)
 
 
 def listen(host: str, port: int, workers: int) -> list[socket.socket]:

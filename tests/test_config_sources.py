@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from gateway.cli.command import main
-from gateway.config import FLAGS, Settings, add_flags, read_settings, read_values, settings_from
-from gateway.config_sources import FILE_FLAG, file_key, flag_attribute
+from gateway.config import FLAGS, Settings, add_flags, read_settings, read_values, settings_from, warn_of_unknown
+from gateway.config_sources import FILE_FLAG, OTHERS, file_key, flag_attribute, unknown_variables
 from gateway.errors import ConfigError
 from tests.test_config import GOOD
 
@@ -182,3 +182,33 @@ def test_the_page_has_a_line_for_every_setting_and_none_for_what_is_none() -> No
     for variable, default in known.items():
         shown = rows[variable].strip()
         assert shown == f"`{default}`" if default else shown in ("", "none", "required"), variable
+
+
+def test_a_variable_that_nobody_reads_is_told_with_the_one_that_may_have_been_meant(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kubernetes = (
+        "KVFERRY_SERVICE_HOST",
+        "KVFERRY_SERVICE_PORT_HTTP",
+        "KVFERRY_PORT_8000_TCP_ADDR",
+        "KVFERRY_REDIS_PORT",
+    )
+    known = {variable for _, variable, _, _ in FLAGS} | {*OTHERS, *kubernetes, "PATH"}
+    unknown = {"KVFERRY_INSTANCE": "KVFERRY_INSTANCES", "KVFERRY_AMIN_KEY": "KVFERRY_ADMIN_KEY", "KVFERRY_COLOUR": None}
+    unknown["KVFERRY_WORKER"] = "KVFERRY_WORKERS"
+    environment = dict.fromkeys([*known, *unknown], "a-secret")
+    assert unknown_variables(FLAGS, environment) == sorted(unknown.items())
+    warn_of_unknown(environment)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        "unknown_variable name=KVFERRY_AMIN_KEY meant=KVFERRY_ADMIN_KEY",
+        "unknown_variable name=KVFERRY_COLOUR",
+        "unknown_variable name=KVFERRY_INSTANCE meant=KVFERRY_INSTANCES",
+        "unknown_variable name=KVFERRY_WORKER meant=KVFERRY_WORKERS",
+    ]
+
+
+def test_every_variable_that_is_documented_is_known() -> None:
+    documented = dict.fromkeys(re.findall(r"^\| `(KVFERRY_[A-Z0-9_]+)`", PAGE.read_text(), re.MULTILINE), "")
+    assert len(documented) > 30
+    assert unknown_variables(FLAGS, documented) == []

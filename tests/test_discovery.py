@@ -78,3 +78,38 @@ async def test_a_gateway_that_nobody_has_answered_yet_lets_requests_wait(start_g
             await until(lambda: running.gateway.waiting._waiters)
             a.runs.set()
             assert (await asking).status_code == 200
+
+
+async def test_a_model_that_a_server_may_have_that_has_never_answered_is_waited_for(
+    start_gateway: StartGateway,
+) -> None:
+    """And one that nobody has is not there, at once, when all have answered."""
+    quick = dataclasses.replace(INTERVALS, probe_timeout_s=0.5)
+    async with instances("a", "b") as (a, b):
+        b.models = ("others",)
+        b.runs.clear()
+        async with start_gateway(a, b, budgets=Budgets(instance_wait_s=60), intervals=quick) as running:
+            assert (await running.chat()).status_code == 200
+            asking = asyncio.create_task(running.chat(model="others"))
+            await until(lambda: running.gateway.waiting._waiters)
+            b.runs.set()
+            assert (await asking).status_code == 200
+            assert (await running.chat(model="nobodys")).status_code == 404
+            assert running.gateway.counters.counts("requests_waited") == {(): 1}
+            b.health_status = 500
+            await until(lambda: not running.gateway.members.is_healthy("b"))
+            assert (await running.chat(model="nobodys")).status_code == 404
+            assert running.gateway.counters.counts("requests_waited") == {(): 1}
+
+
+async def test_what_a_name_without_an_address_may_serve_is_waited_for_a_little(start_gateway: StartGateway) -> None:
+    async def no_address(host: str, port: int) -> list[str]:
+        raise OSError("no such name")
+
+    async with (
+        instances("a") as (a,),
+        start_gateway(instance_urls=(a.url, "dns://gone:1"), resolve=no_address) as running,
+    ):
+        answer = await running.chat(model="others")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+        assert running.gateway.counters.counts("requests_waited") == {(): 1}

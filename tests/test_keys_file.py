@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,38 @@ def test_a_key_that_the_command_makes_opens_the_gateway_and_stands_in_the_file_a
     for wrong in (alice[:-1], alice + "x", hashlib.sha256(alice.encode()).hexdigest(), ""):
         with pytest.raises(Unauthorized):
             keys.check([(b"authorization", f"Bearer {wrong}".encode())])
+
+
+def test_a_name_that_is_taken_is_refused_by_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of a name are no TOML, and the next gateway would not start."""
+    path = written(tmp_path, f'[keys."alice"]\nsha256 = "{SHA}"\n')
+    for arguments, variable in ((["--keys-file", path], ""), ([], path)):
+        monkeypatch.setenv("KVFERRY_KEYS_FILE", variable)
+        assert main(["keys", "new", "alice", *arguments]) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert f"a key `alice` in {path} already" in err
+        assert main(["keys", "new", "bob", *arguments]) == 0
+        capsys.readouterr()
+    assert main(["keys", "new", "alice", "--keys-file", str(tmp_path / "none")]) == 0
+    assert main(["keys", "new", "alice", "--keys-file", written(tmp_path, "x")]) == 2
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="the system does not say what a file is that is written to"
+)
+def test_a_name_is_not_appended_twice(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    command = [sys.executable, "-m", "gateway", "keys", "new"]
+    for name, status in (("alice", 0), ("bob", 0), ("alice", 1)):
+        with path.open("a") as file:
+            assert (
+                subprocess.run([*command, name], stdout=file, stderr=subprocess.DEVNULL, check=False).returncode
+                == status
+            )
+    assert {key.name for key in read_keys_file(str(path))} == {"alice", "bob"}
 
 
 async def test_a_file_that_changes_is_read_again_and_a_wrong_one_changes_nothing(tmp_path: Path) -> None:

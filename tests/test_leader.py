@@ -152,7 +152,7 @@ class Leases(Store):
         return True
 
 
-def leader_of(store: Store, executor: Executor) -> Leader:
+def leader_of(store: Store, executor: Executor, lease_s: float = 1.0) -> Leader:
     """It has somebody to move from, and somebody to move to."""
     members = Members(60.0)
     for instance_id, freeness in (("a", 1.0), ("b", 10_000.0)):
@@ -160,7 +160,7 @@ def leader_of(store: Store, executor: Executor) -> Leader:
         card = {"id": MODEL, "root": MODEL, "parent": None}
         members.probed(Instance(instance_id, "http://x", "boot-1"), [card], True, None, time.monotonic())
         members.reported(wire.Report.from_json(fake.report()), time.monotonic())
-    return Leader("g", store, members, executor, PolicySettings(), 1.0, Counters())
+    return Leader("g", store, members, executor, PolicySettings(), lease_s, Counters())
 
 
 async def test_an_instance_that_hangs_costs_the_leader_a_share_of_its_lease_and_not_the_lease() -> None:
@@ -168,6 +168,14 @@ async def test_an_instance_that_hangs_costs_the_leader_a_share_of_its_lease_and_
     leader = leader_of(store, executor)
     await leader.tick()
     assert (executor.cancelled, store.published) == (1, 1)
+
+
+async def test_what_a_leader_does_ends_with_its_lease_however_large_its_share_would_be() -> None:
+    """A renewal that came late has left little of the lease."""
+    store, executor = Leases(0.2), Slow()
+    leader = leader_of(store, executor, lease_s=1e6)
+    await asyncio.wait_for(leader.tick(), 30)
+    assert (executor.cancelled, leader.is_leading) == (1, False)
 
 
 async def test_a_lease_that_was_over_before_its_grant_was_read_orders_nothing() -> None:

@@ -267,13 +267,39 @@ async def test_another_model_at_the_same_address_is_another_instances(start_gate
 def test_an_instances_address_is_written_in_one_way(url: str) -> None:
     assert read_url(read_url(url)) == read_url(url)
     assert not read_url(url).endswith("/")
+    assert read_url("HTTP://A:1/") == "http://a:1"
 
 
 @pytest.mark.parametrize(
-    "url", ["", "a", "ftp://a", "http://", "http://a:x", "http://a:70000", "http://a/?q", "http://a/#f", "http://a\n"]
+    "url",
+    [
+        *(
+            "",
+            "a",
+            "ftp://a",
+            "file:///etc/passwd",
+            "http://",
+            "http://a:x",
+            "http://a:70000",
+            "http://a:0",
+            "http://a:+1",
+        ),
+        *(
+            "http://a/?q",
+            "http://a/#f",
+            "http://a/?",
+            "http://a\n",
+            "http://a b",
+            "http://a/ b",
+            "http://%41",
+            "http://-",
+        ),
+        *("http://b@a", "http://b:c@a", "http://@a", "http://a..b", "http://.", "http://" + "a" * 64, "http://a/../b"),
+        *("http://a/%zz", "http://a\\b", "http://\ud800", "http://[v1.x]", "http://[::1", "http://a/" + "b" * 512),
+    ],
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match=r"must be|[Pp]ort"):
+    with pytest.raises(ValueError, match=r"must be|[Pp]ort|IPv6"):
         read_url(url)
 
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.workers import Workers, listen, run_workers
+from gateway.workers import WORKER_VARIABLE, Workers, given_place, listen, run_workers
 from loadtest.processes import ManagedProcess, free_port
 from tests.conftest import ADMIN_KEY, until, until_true
 from tests.fake_instance import SECRET, instances
@@ -157,6 +157,12 @@ def test_a_port_that_is_taken_is_an_error_although_it_could_be_shared(capsys: py
     finally:
         for one in sockets:
             one.close()
+
+
+@pytest.mark.parametrize("given", ["4", "", "x", "[]"])
+def test_a_variable_that_was_meant_for_another_makes_no_worker(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(WORKER_VARIABLE, given)
+    assert given_place() is None
 
 
 def test_a_worker_that_cannot_be_started_is_an_error_in_words(

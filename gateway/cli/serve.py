@@ -7,7 +7,7 @@ import os
 
 from gateway.cli.arguments import runs
 from gateway.cli.exits import Exit
-from gateway.config import add_flags, read_values, settings_from
+from gateway.config import add_flags, read_values, settings_from, warn_of_unknown
 from gateway.telemetry import configure_logging
 from gateway.workers import given_place, run_workers
 
@@ -29,6 +29,8 @@ def run(flags: argparse.Namespace) -> int:
         return Exit.OK
     configure_logging(settings.log_level, settings.log_format)
     place = given_place()
+    if place is None:  # Else the parent has said it.
+        warn_of_unknown(os.environ)
     if settings.workers > 1 and place is None:
         end_s = settings.shutdown.ends_s + ENDING_S
         return run_workers(settings.host, settings.port, settings.workers, flags.arguments, end_s)

@@ -128,6 +128,7 @@ class Discovery:
     def _accept(self, instance: Instance, cards: list[dict[str, Any]], is_asleep: bool, reason: str | None) -> bool:
         instance_id, url = instance.instance_id, instance.url
         known = self._members.get(instance_id)
+        self._members.answered(url)
         if not wire.is_identifier(instance_id):
             self._say(url, f"refused: {instance_id!r} cannot be an instance id")
             return False

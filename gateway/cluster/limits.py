@@ -16,7 +16,7 @@ from typing import Any
 
 from gateway.cluster import keys
 from gateway.cluster.budget import answered_within
-from gateway.cluster.store import ScriptCall, Store
+from gateway.cluster.store import OWN, ScriptCall, Store
 from gateway.counters import Counters
 from gateway.errors import StoreUnavailable
 from gateway.policy.limits import WINDOW_S, Granted, KeyLimits, Ledger, Refused
@@ -39,16 +39,22 @@ local window = {WINDOW_S}
 # KEYS: requests, tokens, running. ARGV: request id, requests and tokens a minute, concurrent requests (-1: no limit),
 # tokens asked for, life of a place in ms, life of a window in s.
 # Returns {second, requests left, tokens left} or {-1 - the number of the limit, seconds to wait}.
-# Asked again for a request that is in already, it counts nothing twice.
+# Asked again for a request that is in already, it counts nothing twice. What cannot have been counted here goes; so
+# does a place that seems to last longer than any may, from a clock that has been set since: it is renewed if in use.
 _ADMIT = (
-    _WINDOW
+    OWN
+    + _WINDOW
     + """
+own(KEYS[1], 'hash')
+own(KEYS[2], 'hash')
+own(KEYS[3], 'zset')
 local function count(key)
   local total, ages = 0, {}
   local fields = redis.call('HGETALL', key)
   for i = 1, #fields, 2 do
-    local age, amount = now - tonumber(fields[i]), tonumber(fields[i + 1])
-    if age > window or age < -window then
+    local age = string.match(fields[i], '^%d+$') and now - tonumber(fields[i]) or math.huge
+    local amount = string.match(fields[i + 1], '^-?%d+$') and tonumber(fields[i + 1]) or math.huge
+    if age > window or age < -window or math.abs(amount) > 1e15 then
       redis.call('HDEL', key, fields[i])
     else
       total = total + amount
@@ -68,6 +74,7 @@ end
 local requests_max, tokens_max, running_max = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local asked = tonumber(ARGV[5])
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now_ms)
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '(' .. now_ms + ARGV[6], '+inf')
 local requests, request_ages = count(KEYS[1])
 local tokens, token_ages = count(KEYS[2])
 if not redis.call('ZSCORE', KEYS[3], ARGV[1]) then
@@ -98,23 +105,32 @@ _LIMITS = ("concurrent_requests", "requests_per_minute", "tokens_per_minute")
 # KEYS: tokens, running. ARGV: request id, the second it was counted under, tokens to add.
 # Only the one that takes the place away settles, so that a call that was sent twice counts once.
 _RELEASE = (
-    _WINDOW
+    OWN
+    + _WINDOW
     + """
+own(KEYS[1], 'hash')
+own(KEYS[2], 'zset')
 if redis.call('ZREM', KEYS[2], ARGV[1]) == 0 then return 0 end
 local more = tonumber(ARGV[3])
 if tonumber(ARGV[2]) < now - window then
   ARGV[2] = now
   more = math.max(more, 0)
 end
-if more ~= 0 and redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HINCRBY', KEYS[1], ARGV[2], more) end
+if more ~= 0 and redis.call('EXISTS', KEYS[1]) == 1 then
+  local there = redis.call('HGET', KEYS[1], ARGV[2]) or '0'
+  if not string.match(there, '^-?%d+$') or #there > 16 then redis.call('HDEL', KEYS[1], ARGV[2]) end
+  redis.call('HINCRBY', KEYS[1], ARGV[2], more)
+end
 return 1
 """
 )
 
 # KEYS: running. ARGV: life of a place in ms, request ids. Also puts in those that were let in while Redis was away.
 _RENEW = (
-    _WINDOW
+    OWN
+    + _WINDOW
     + """
+own(KEYS[1], 'zset')
 for i = 2, #ARGV do redis.call('ZADD', KEYS[1], now_ms + ARGV[1], ARGV[i]) end
 redis.call('PEXPIRE', KEYS[1], ARGV[1])
 return 1

@@ -22,6 +22,8 @@ from gateway.connection import ConnectFailed, ConnectionEnded, ConnectTimeout, P
 from gateway.errors import LlumletRefused, LlumletTimeout, LlumletUnreachable
 
 MIGRATE_TIMEOUT_S = 60.0
+WORDS_MAX = 500
+"""Of what an instance says of an error."""
 METRICS_BYTES_MAX = 8 * 1024 * 1024
 KEEP_ALIVE_S = 3.0
 """Less than uvicorn's five seconds, so that no request meets a connection that the instance is just closing."""
@@ -114,7 +116,7 @@ class LlumletClient:
     async def model_cards(self, url: str) -> list[dict[str, Any]]:
         with _mapped(url):
             cards = (await self._get(url, "/v1/models", self._stock_lines)).value()["data"]
-            return [card for card in cards if isinstance(card, dict) and _is_name(card.get("id"))]
+            return [card for card in cards if isinstance(card, dict) and _is_name(card.get("id")) and _is_json(card)]
 
     async def reports(self, url: str) -> AsyncIterator[wire.Report]:
         """Ends when the instance ends it; raises when the connection is cut."""
@@ -191,7 +193,7 @@ def _mapped(url: str) -> Iterator[None]:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise LlumletUnreachable(f"{url}: {error or type(error).__name__}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:  # Not JSON, or not of the agreed shape.
-        raise LlumletUnreachable(f"{url}: unexpected answer: {error}") from error
+        raise LlumletUnreachable(f"{url}: unexpected answer: {str(error)[:WORDS_MAX]}") from error
 
 
 def _check(response: httpx.Response) -> httpx.Response:
@@ -204,8 +206,8 @@ def _refused(status: int, body: bytes) -> LlumletRefused:
     message, code = f"HTTP {status}", None
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         error = json.loads(body)["error"]
-        message, code = str(error["message"]), error.get("code")
-    return LlumletRefused(status, message, code)
+        message, code = str(error["message"])[:WORDS_MAX], error.get("code")
+    return LlumletRefused(status, message, code if isinstance(code, int | str) else None)
 
 
 async def _whole(response: Response) -> bytes:
@@ -223,6 +225,15 @@ async def _next(response: Response) -> bytes:
         return response.take()
     async with asyncio.timeout(REPORT_GAP_S):
         return await response.readany()
+
+
+def _is_json(card: dict[str, Any]) -> bool:
+    """Python reads ``NaN`` and ``1e999``, which clients' parsers do not."""
+    try:
+        json.dumps(card, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_name(value: Any) -> bool:

@@ -129,6 +129,8 @@ class Members:
         self._views = Views(self._look)
         self._leaving: set[str] = set()
         """URLs."""
+        self._answered: set[str] = set()
+        """URLs."""
         self.on_report: Callable[[], None] = _nobody
         """Called after each report: who waits for room looks again."""
 
@@ -239,6 +241,14 @@ class Members:
             member.leaving = leaving
             self._views.changed(member.instance.instance_id)
 
+    def answered(self, url: str) -> None:
+        """It has said who it is and what it serves, whether that is of use or not."""
+        self._answered.add(url)
+
+    def has_answered(self, url: str) -> bool:
+        """At any time since it is wanted."""
+        return url in self._answered
+
     def ids_at(self, url: str) -> list[str]:
         return sorted(self._ids_at.get(url, ()))
 
@@ -250,6 +260,7 @@ class Members:
         """Another instance answers under this URL now, or the URL is wanted no more."""
         if keep is None:
             self._leaving.discard(url)
+            self._answered.discard(url)
         for instance_id in self.ids_at(url):
             if instance_id != keep:
                 self._remove(instance_id)

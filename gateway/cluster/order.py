@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.cluster import keys
-from gateway.cluster.store import ScriptCall, Store
+from gateway.cluster.store import OWN, ScriptCall, Store
 from gateway.counters import Counters
 from gateway.errors import StoreUnavailable
 from gateway.telemetry import log
-from gateway.wire import PriorityClass
+from gateway.wire import PriorityClass, is_count
 
 CLASSES = sorted(PriorityClass)
 LOOKED_AT = 128
 """Entries that a look is shown of each model's line."""
+COUNTED_AT_ONCE = 1_000
+"""Entries that are looked at for those of dead gateways, while nobody waits here."""
 PUT_AT_ONCE = 1_000
 """Entries that one look should tell at most; the next one tells the others."""
 RETRY_S = 0.5
@@ -33,21 +35,39 @@ LOOKS_MAX = 25
 LATE = 1.5
 """A wait for Redis is cut into pieces. One that this process was itself late for says nothing of it: see limits.py."""
 
+# KEYS: gateways, then order and details of a model. ARGV[2]: a gateway's life in ms. One that seems to live for longer
+# is from a clock that has been set since: it says so again if it lives.
+_CLOCK = (
+    OWN
+    + """
+own(KEYS[1], 'zset')
+own(KEYS[2], 'zset')
+own(KEYS[3], 'hash')
+local clock = redis.call('TIME')
+local now = (tonumber(clock[1]) - 1672531200) * 1e6 + tonumber(clock[2])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('%.0f', now))
+redis.call('ZREMRANGEBYSCORE', KEYS[1], string.format('(%.0f', now + tonumber(ARGV[2]) * 1000), '+inf')
+"""
+)
+
 # KEYS: gateways, then order and details of a model. ARGV: gateway id, its life in ms, life of the keys in ms, number of
 # entries to show, number of classes, number of entries to put; of each of those id, class, us waited, tokens; then the
 # ids to take out. Scores are class * span + the time of arrival in us since 2023: a double holds them exactly.
 # Returns {now in us, number of entries, id, score, details, id, ...}: the first ones in order, and each class's oldest.
-_LOOK = """
-local clock = redis.call('TIME')
-local now = (tonumber(clock[1]) - 1672531200) * 1e6 + tonumber(clock[2])
+# An entry keeps its score when it is told again, unless the clock was set by more than a second meanwhile.
+_LOOK = (
+    _CLOCK
+    + """
 local span = 1e15
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('%.0f', now))
 redis.call('ZADD', KEYS[1], string.format('%.0f', now + tonumber(ARGV[2]) * 1000), ARGV[1])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 local at = 7
 for i = 1, tonumber(ARGV[6]) do
   local score = tonumber(ARGV[at + 1]) * span + now - tonumber(ARGV[at + 2])
-  redis.call('ZADD', KEYS[2], 'NX', string.format('%.0f', score), ARGV[at])
+  local there = tonumber(redis.call('ZSCORE', KEYS[2], ARGV[at]))
+  if not there or math.abs(there - score) > 1e6 then
+    redis.call('ZADD', KEYS[2], string.format('%.0f', score), ARGV[at])
+  end
   redis.call('HSET', KEYS[3], ARGV[at], ARGV[1] .. ' ' .. ARGV[at + 3])
   at = at + 4
 end
@@ -83,9 +103,31 @@ if answer[2] > 0 then
 end
 return answer
 """
+)
 SPAN_US = 10**15
 
-_COUNT = "return redis.call('ZCARD', KEYS[1])"
+# KEYS: as above. ARGV: -, a gateway's life in ms, number of entries to look at. Returns how many wait. Those of
+# gateways that have died do not count: none of them if no other is left, else none of those that are looked at.
+_COUNT = (
+    _CLOCK
+    + """
+if redis.call('ZCARD', KEYS[1]) == 0 then
+  redis.call('DEL', KEYS[2], KEYS[3])
+  return 0
+end
+local alive = {}
+for _, id in ipairs(redis.call('ZRANGE', KEYS[2], 0, tonumber(ARGV[3]) - 1)) do
+  local details = redis.call('HGET', KEYS[3], id)
+  local gateway = details and string.match(details, '^(%S+)') or ''
+  if alive[gateway] == nil then alive[gateway] = redis.call('ZSCORE', KEYS[1], gateway) and true or false end
+  if not alive[gateway] then
+    redis.call('ZREM', KEYS[2], id)
+    redis.call('HDEL', KEYS[3], id)
+  end
+end
+return redis.call('ZCARD', KEYS[2])
+"""
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +186,8 @@ class SharedOrder:
         """How many wait for each model, anywhere."""
         if not self.is_shared or not models:
             return None
-        calls = [ScriptCall(_COUNT, (keys.waiting_order(model),), ()) for model in models]
+        arguments = ("", str(keys.WAITING_GATEWAY_TTL_MS), str(COUNTED_AT_ONCE))
+        calls = [ScriptCall(_COUNT, _names(model), arguments) for model in models]
         answers = await self._answered(calls)
         return None if answers is None else dict(zip(models, answers, strict=True))
 
@@ -167,13 +210,12 @@ class SharedOrder:
             await asyncio.gather(self._asking, return_exceptions=True)
 
     def _script(self, ask: Ask) -> ScriptCall:
-        names = (keys.WAITING_GATEWAYS, keys.waiting_order(ask.model), keys.waiting_details(ask.model))
         lives = (str(keys.WAITING_GATEWAY_TTL_MS), str(keys.WAITING_TTL_MS))
         arguments = [self._gateway_id, *lives, str(LOOKED_AT), str(len(CLASSES)), str(len(ask.put))]
         for one in ask.put:
             waited_us = str(max(0, round(one.waited_s * 1e6)))
             arguments += [one.request_id, str(CLASSES.index(one.priority_class)), waited_us, str(one.tokens)]
-        return ScriptCall(_LOOK, names, (*arguments, *ask.take_out))
+        return ScriptCall(_LOOK, _names(ask.model), (*arguments, *ask.take_out))
 
     async def _answered(self, calls: list[ScriptCall]) -> list[Any] | None:
         """``None``, and from now on alone, if no answer comes within the budget."""
@@ -221,12 +263,20 @@ class SharedOrder:
         log("waiting_alone", level=logging.WARNING, reason=reason)
 
 
+def _names(model: str) -> tuple[str, ...]:
+    return keys.WAITING_GATEWAYS, keys.waiting_order(model), keys.waiting_details(model)
+
+
 def _line(answer: list[Any]) -> Line:
+    """Without what cannot be read: another version's entries, which that starts by itself."""
     now, length, *found = answer
-    entries: list[Entry] = []
-    for request_id, score, details in zip(found[::3], found[1::3], found[2::3], strict=True):
-        index, arrived_us = divmod(int(float(score)), SPAN_US)
-        gateway_id, _, tokens = details.partition(" ")
-        waited_s = max(0, int(now) - arrived_us) / 1e6
-        entries.append(Entry(request_id, CLASSES[index], waited_s, int(tokens), gateway_id))
-    return Line(tuple(entries), length)
+    read = (_entry(int(now), *one) for one in zip(found[::3], found[1::3], found[2::3], strict=True))
+    return Line(tuple(entry for entry in read if entry is not None), length)
+
+
+def _entry(now_us: int, request_id: str, score: str, details: str) -> Entry | None:
+    gateway_id, _, tokens = details.partition(" ")
+    if not is_count(tokens) or not 0 <= float(score) < len(CLASSES) * SPAN_US:
+        return None
+    index, arrived_us = divmod(int(float(score)), SPAN_US)
+    return Entry(request_id, CLASSES[index], max(0, now_us - arrived_us) / 1e6, int(tokens), gateway_id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -12,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Members, PlainLoad
 from gateway.errors import LlumletRefused, LlumletUnreachable
+from gateway.wire import NUMBER_MAX
 
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
@@ -69,7 +69,7 @@ def _load(samples: dict[str, list[tuple[dict[str, str], float]]]) -> PlainLoad |
 
 
 def _values(samples: dict[str, list[tuple[dict[str, str], float]]], name: str) -> list[float]:
-    return [value for _, value in samples.get(name, []) if math.isfinite(value) and value >= 0]
+    return [value for _, value in samples.get(name, []) if 0 <= value <= NUMBER_MAX]
 
 
 def _whole(text: str | None) -> int:

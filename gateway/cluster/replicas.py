@@ -78,8 +78,6 @@ class Replicas:
         except StoreUnavailable:  # `beat` speaks of it.
             await asyncio.sleep(RETRY_S)
             return
-        except ValueError:
-            return  # No question of ours.
         if call is not None and len(self._answering) < ANSWERING_MAX:
             task = asyncio.create_task(self._reply(call))
             self._answering.add(task)
@@ -95,9 +93,9 @@ class Replicas:
             call = {"id": call_id, "kind": kind, "words": words}
             await asyncio.gather(*(self._store.call(gateway_id, call) for gateway_id in gateways))
             while len(answers) < len(gateways) and (left_s := ends_at - time.monotonic()) > 0:
-                answer = await self._store.next_answer(call_id, left_s)
-                if isinstance(answer, dict) and answer.get("gateway") in gateways:
-                    answers[answer["gateway"]] = answer["words"]
+                match await self._store.next_answer(call_id, left_s):
+                    case {"gateway": str(gateway_id), "words": said} if gateway_id in gateways:
+                        answers[gateway_id] = said if isinstance(said, dict) else {}
         return answers
 
     async def stop(self) -> None:

@@ -20,6 +20,7 @@ from redis.exceptions import ReadOnlyError, RedisError
 
 from gateway.cluster import keys
 from gateway.errors import StoreUnavailable
+from gateway.wire import FENCE_MAX
 
 CONNECTIONS_MAX = 32
 SOCKET_TIMEOUT_S = 1.0
@@ -30,20 +31,36 @@ LEASE_MARGIN = 0.1
 """The share of a lease by which its holder stops sooner than Redis lets it go: its clock may be the slower one, and its
 last orders are on their way."""
 
-# KEYS: leader, token counter. ARGV: gateway id, lease in ms, the highest token seen anywhere. Returns the fencing
-# token, or 0 if another one leads. A Redis that has lost its memory goes on from what was seen; so does a holder whose
-# token is not the highest, since nobody would take its orders.
-_TAKE_LEASE = """
-local seen = tonumber(ARGV[3])
-local holder = redis.call('GET', KEYS[1])
-if holder then
-  local id, token = string.match(holder, '^(.*):(%d+)$')
+OWN = """
+local function own(key, kind)
+  local found = redis.call('TYPE', key).ok
+  if found ~= kind and found ~= 'none' then redis.call('DEL', key) end
+end
+"""
+"""Before a script: what stands under one of our names (keys.py) and is of another type is nothing of ours, and would
+fail the script at every try. It goes."""
+
+# KEYS: leader, token counter. ARGV: gateway id, lease in ms, the highest token seen anywhere, the highest that can be.
+# Returns the fencing token, or 0 if another one leads. A Redis that has lost its memory goes on from what was seen; so
+# does a holder whose token is not the highest, since nobody would take its orders. What is no lease, or no count of
+# leases, counts as lost too; and no lease is for ever.
+_TAKE_LEASE = (
+    OWN
+    + """
+own(KEYS[1], 'string')
+own(KEYS[2], 'string')
+local seen, most = tonumber(ARGV[3]), tonumber(ARGV[4])
+local id, token = string.match(redis.call('GET', KEYS[1]) or '', '^(.*):(%d+)$')
+if id and tonumber(token) <= most then
+  if redis.call('PTTL', KEYS[1]) < 0 then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
   if id ~= ARGV[1] then return 0 end
   if tonumber(token) >= seen then
     redis.call('PEXPIRE', KEYS[1], ARGV[2])
     return tonumber(token)
   end
 end
+local granted = string.match(redis.call('GET', KEYS[2]) or '', '^[1-9]%d*$')
+if not granted or tonumber(granted) > most then redis.call('SET', KEYS[2], '0') end
 local token = redis.call('INCR', KEYS[2])
 if token <= seen then
   token = seen + 1
@@ -52,50 +69,75 @@ end
 redis.call('SET', KEYS[1], ARGV[1] .. ':' .. string.format('%d', token), 'PX', ARGV[2])
 return token
 """
+)
 
 # KEYS: leader. ARGV: the holder as it was written. A successor's lease is never deleted.
-_DROP_LEASE = """
+_DROP_LEASE = (
+    OWN
+    + """
+own(KEYS[1], 'string')
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
 return 0
 """
+)
 
 # KEYS: leader, snapshot. ARGV: holder, value, TTL in ms, number of the snapshot among those of this lease. Only the
 # present leader writes, and nothing older than what is there: a Redis that stood still reads what was sent meanwhile
 # in any order.
-_PUBLISH = """
+_PUBLISH = (
+    OWN
+    + """
+own(KEYS[1], 'string')
+own(KEYS[2], 'hash')
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local there = redis.call('HMGET', KEYS[2], 'holder', 'number')
-if there[1] == ARGV[1] and tonumber(there[2]) > tonumber(ARGV[4]) then return 1 end
+if there[1] == ARGV[1] and (tonumber(there[2]) or 0) > tonumber(ARGV[4]) then return 1 end
 redis.call('HSET', KEYS[2], 'holder', ARGV[1], 'number', ARGV[4], 'json', ARGV[2])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
 return 1
 """
+)
 
 # KEYS: leader, instances. ARGV: holder, TTL in s, then id and value of each. Only the present leader writes.
-_REGISTER = """
+_REGISTER = (
+    OWN
+    + """
+own(KEYS[1], 'string')
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('DEL', KEYS[2])
 for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
 if #ARGV > 2 then redis.call('EXPIRE', KEYS[2], ARGV[2]) end
 return 1
 """
+)
 
 # KEYS: epoch, gateways, targets. ARGV: a new epoch, its life in ms, gateway id, its life in ms, most gateways.
-# Returns the epoch, the gateways that live, and the operators' orders about addresses.
-_BEAT = """
+# Returns the epoch, the gateways that live, and the operators' orders about addresses. A gateway that seems to live for
+# longer than any may is from a clock that has been set since: it says so again if it lives.
+_BEAT = (
+    OWN
+    + """
+own(KEYS[1], 'string')
+own(KEYS[2], 'zset')
+own(KEYS[3], 'hash')
 local clock = redis.call('TIME')
 local now_ms = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
 if not redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now_ms)
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '(' .. now_ms + ARGV[4], '+inf')
 redis.call('ZADD', KEYS[2], now_ms + ARGV[4], ARGV[3])
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
 local gateways = redis.call('ZREVRANGE', KEYS[2], 0, ARGV[5] - 1)
 return {redis.call('GET', KEYS[1]), gateways, redis.call('HGETALL', KEYS[3])}
 """
+)
 
 # KEYS: targets. ARGV: url, 1 to add and 0 to remove, most, how long a removal is kept in s. Returns the order as it
 # was written, or false where there is no room.
-_ORDER_TARGET = """
+_ORDER_TARGET = (
+    OWN
+    + """
+own(KEYS[1], 'hash')
 local now = tonumber(redis.call('TIME')[1])
 local order = 'added'
 if ARGV[2] == '0' then order = 'removed:' .. string.format('%d', now) end
@@ -110,6 +152,7 @@ end
 redis.call('HSET', KEYS[1], ARGV[1], order)
 return order
 """
+)
 
 # KEYS: calls. ARGV: call, most, TTL in ms. The oldest go first.
 _CALL = """
@@ -119,7 +162,10 @@ return redis.call('PEXPIRE', KEYS[1], ARGV[3])
 """
 
 # KEYS: response, index. ARGV: value, TTL in s, response id, most, prefix. Expired ones leave the index too.
-_KEEP_RESPONSE = """
+_KEEP_RESPONSE = (
+    OWN
+    + """
+own(KEYS[2], 'zset')
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
@@ -133,6 +179,18 @@ if over > 0 then
 end
 return 1
 """
+)
+
+# KEYS: migrations. ARGV: most, TTL in s, then the records, oldest first.
+_ADD_MIGRATIONS = (
+    OWN
+    + """
+own(KEYS[1], 'list')
+for i = 3, #ARGV do redis.call('LPUSH', KEYS[1], ARGV[i]) end
+redis.call('LTRIM', KEYS[1], 0, ARGV[1] - 1)
+return redis.call('EXPIRE', KEYS[1], ARGV[2])
+"""
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +244,7 @@ class Store:
             socket_connect_timeout=SOCKET_TIMEOUT_S,
             retry=Retry(NoBackoff(), 1),
             decode_responses=True,
+            encoding_errors="replace",
         )
         self._redis = redis.Redis.from_pool(pool)
         self.up = False
@@ -210,7 +269,7 @@ class Store:
         ``seen``: the highest token that is known to have been used. A new one is higher.
         """
         asked_at = time.monotonic()
-        arguments = [gateway_id, str(int(lease_s * 1000)), str(seen)]
+        arguments = [gateway_id, str(int(lease_s * 1000)), str(seen), str(FENCE_MAX)]
         token = await self._eval(_TAKE_LEASE, [keys.LEADER, keys.LEADER_TOKEN], arguments)
         return Lease(gateway_id, int(token), asked_at + lease_s * (1 - LEASE_MARGIN)) if token else None
 
@@ -282,7 +341,7 @@ class Store:
         popped = await self._run(
             lambda: cast(Awaitable[list[str] | None], self._redis.blpop([key], wait_s)), may_wait=True
         )
-        return json.loads(popped[1]) if popped is not None else None
+        return _read(popped[1]) if popped is not None else None
 
     async def write_owners(self, owners: Mapping[str, Owner | None]) -> None:
         """``None`` forgets a request."""
@@ -299,15 +358,15 @@ class Store:
         value = await self._run(lambda: self._redis.get(keys.owner(request_id)))
         if value is None:
             return None
-        found = json.loads(value)
-        return Owner(found["gateway"], found["instance"], found["model"])
+        match _read(value):
+            case {"gateway": str(gateway_id), "instance": str(instance_id), "model": str(model)}:
+                return Owner(gateway_id, instance_id, model)
+            case _:
+                return None
 
     async def add_migrations(self, records: list[dict[str, Any]]) -> None:
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.lpush(keys.MIGRATIONS, *(json.dumps(record) for record in records))
-        pipeline.ltrim(keys.MIGRATIONS, 0, keys.MIGRATIONS_MAX - 1)
-        pipeline.expire(keys.MIGRATIONS, keys.MIGRATIONS_TTL_S)
-        await self._run(pipeline.execute)
+        arguments = [str(keys.MIGRATIONS_MAX), str(keys.MIGRATIONS_TTL_S), *(json.dumps(record) for record in records)]
+        await self._eval(_ADD_MIGRATIONS, [keys.MIGRATIONS], arguments)
 
     async def migrations(self, count: int) -> list[dict[str, Any]]:
         values = await self._run(lambda: cast(Awaitable[list[str]], self._redis.lrange(keys.MIGRATIONS, 0, count - 1)))
@@ -353,3 +412,11 @@ class Store:
         if not may_wait:
             self._quick = self.answered_at, self.answered_at - asked_at
         return answer
+
+
+def _read(value: str) -> Any | None:
+    """What is not JSON was not written by a gateway, and counts as not written at all."""
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return None

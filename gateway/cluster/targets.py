@@ -8,13 +8,16 @@ gateway runs there.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
+import re
 import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from gateway.cluster.keys import TARGETS_MAX
 from gateway.cluster.members import Members
 from gateway.telemetry import Changes, cancel_all
 
@@ -24,8 +27,14 @@ RESOLVE_S = 5.0
 URL_LENGTH_MAX = 512
 ADDRESSES_MAX = 1_024
 """Of one name."""
-ADDED = "added"
-"""An operator's order about an address; any other is to remove it."""
+ORDERS_MAX = 2 * TARGETS_MAX
+"""Redis holds no more than half as many; what this gateway knew before it lost them may come to it."""
+ADDED, REMOVED = "added", "removed"
+"""An operator's order about an address; the latter with its time."""
+
+_LIKE = "must be like http://host:port"
+_NAME = re.compile(r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?\.?")
+_PATH = re.compile(r"(/(?!\.{1,2}(/|$))([A-Za-z0-9._~-]|%[0-9A-Fa-f]{2})+)*")
 
 Loops = Callable[[str], Sequence[Coroutine[Any, Any, None]]]
 Resolve = Callable[[str, int], Coroutine[Any, Any, Sequence[str]]]
@@ -33,12 +42,28 @@ Resolve = Callable[[str, int], Coroutine[Any, Any, Sequence[str]]]
 
 def read_url(url: str) -> str:
     """An instance's base URL, always written in the same way. Raises ``ValueError`` with what is wrong."""
-    parts = urlsplit(url.strip().rstrip("/"))
-    is_whole = parts.hostname and not (parts.query or parts.fragment or parts.username or parts.password)
-    if parts.scheme not in ("http", "https") or not is_whole or not url.isprintable() or len(url) > URL_LENGTH_MAX:
-        raise ValueError("must be like http://host:port")
-    _ = parts.port  # Raises for one that is no port.
-    return parts.geturl()
+    parts = urlsplit(url.strip(" "))
+    path = parts.path.rstrip("/")
+    is_whole = parts.scheme in ("http", "https") and not set("?#@") & set(url) and len(url) <= URL_LENGTH_MAX
+    if not is_whole or not url.isprintable() or not _PATH.fullmatch(path):
+        raise ValueError(_LIKE)
+    if parts.port == 0:  # One that is none raises by itself.
+        raise ValueError("has port 0")
+    port = "" if parts.port is None else f":{parts.port}"
+    return f"{parts.scheme}://{_host(parts.hostname or '', is_address='[' in parts.netloc)}{port}{path}"
+
+
+def _host(name: str, *, is_address: bool) -> str:
+    """As a URL has it. ``is_address``: of IPv6, since it stood in brackets."""
+    if is_address:
+        return f"[{ipaddress.IPv6Address(name)}]"
+    try:
+        ascii_name = name.encode("idna").decode().lower()
+    except UnicodeError:  # A label that is empty or too long.
+        raise ValueError(_LIKE) from None
+    if not _NAME.fullmatch(ascii_name):
+        raise ValueError(_LIKE)
+    return ascii_name
 
 
 def read_name(url: str) -> str:
@@ -54,6 +79,13 @@ async def resolve(host: str, port: int) -> Sequence[str]:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     hosts = sorted({str(address[0]) for *_, address in found})
     return [f"http://[{one}]:{port}" if ":" in one else f"http://{one}:{port}" for one in hosts]
+
+
+def _is_order(url: str, order: str) -> bool:
+    try:
+        return read_url(url) == url and (order == ADDED or order.startswith(REMOVED))
+    except ValueError:
+        return False
 
 
 class _Name:
@@ -100,6 +132,12 @@ class Targets:
         """Those to be probed: wanted ones, and those that are being left."""
         return tuple(dict.fromkeys((*self._wanted(), *self._followed)))
 
+    def awaits_some(self) -> bool:
+        """Whether one of those that are wanted has never said what it serves, or a name has never had an address."""
+        return any(not name.addresses for name in self._names) or any(
+            not self._members.has_answered(url) for url in self._wanted()
+        )
+
     def source(self, url: str) -> str:
         """Where it is known from: ``listed``, ``added``, ``removed`` or its DNS name."""
         order = self._orders.get(url)
@@ -109,7 +147,12 @@ class Targets:
         return named[0] if named and url not in self._listed else "listed"
 
     def follow(self, orders: Mapping[str, str]) -> None:
-        """What operators have ordered, the whole of it."""
+        """What operators have ordered, the whole of it. What no gateway would have taken as an order is none."""
+        readable = [(url, order) for url, order in orders.items() if _is_order(url, order)][:ORDERS_MAX]
+        if len(readable) < len(orders):
+            others = str(len(orders) - len(readable))
+            self._changes("orders", "some are none", reason=f"{others} in Redis", level=logging.WARNING)
+        orders = dict(readable)
         if orders != self._orders:
             self._orders = dict(orders)
             self.look()

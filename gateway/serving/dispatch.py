@@ -52,10 +52,13 @@ class Dispatcher:
         requests_max: int = 1024,
         queue_max: int = 256,
         clock: Callable[[], float] = time.monotonic,
+        awaits_some: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``requests_max``: this gateway's at one instance. ``queue_max``: an instance's share of a full cluster's."""
+        """``requests_max``: this gateway's at one instance. ``queue_max``: an instance's share of a full cluster's.
+        ``awaits_some``: whether an instance that is wanted has never said yet what it serves."""
         self._members = members
         self._clock = clock
+        self._awaits_some = awaits_some
         self._changed = members.follow()
         """Instances of which something has changed since they were prepared."""
         self._standings: dict[str, Standing] = {}
@@ -81,7 +84,7 @@ class Dispatcher:
         is_new: bool = False,
         waiting: int = 0,
     ) -> Instance:
-        """Raises :class:`NotFound` for a model that no instance is known to serve, else :class:`NoInstance`.
+        """Raises :class:`NotFound` for a model that no instance serves, else :class:`NoInstance`.
 
         ``group``: of a request that has begun; it goes on only where the same is served. ``is_new``: nobody works on
         the request yet, so that it can be turned away when all queues are long. ``waiting``: at gateways.
@@ -97,6 +100,8 @@ class Dispatcher:
         if instance is not None:
             return instance
         if model is not None and self._members.all() and not self._members.knows_model(model):
+            if self._awaits_some():
+                raise NoInstance("No instance that has answered yet serves this model. Try again later.")
             raise NotFound(f"The model `{model}` does not exist.", param="model")
         raise NoInstance("No instance can serve this model now. Try again later.")
 
@@ -177,9 +182,13 @@ class Dispatcher:
         self._trickled_at = {one: at for one, at in self._trickled_at.items() if is_known(one.instance_id) == one}
 
     def may_come(self, model: str | None, exclude: Collection[str], group: ModelGroup | None = None) -> bool:
-        """Whether an instance is known that could serve it, were it usable; or none is known at all, as when a gateway
-        has just started and nobody has answered it yet."""
-        return not self._members.all() or any(
+        """Whether an instance is known that could serve it, were it usable; or none is known to, but not all have said
+        yet what they serve, as when a gateway has just started."""
+        if not self._members.all():
+            return True
+        if model is not None and not self._members.knows_model(model):
+            return self._awaits_some()
+        return any(
             member.instance.instance_id not in exclude
             and (model is None or model in member.models)
             and (group is None or group in member.groups)

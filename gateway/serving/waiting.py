@@ -119,7 +119,7 @@ class Waiting:
         self._yielded: dict[str | None, dict[str, float]] = {}
         """Requests of others for which room is left, by model, and since when."""
         self._news = asyncio.Event()
-        self._renewed_at = -float("inf")
+        self._renewed_at = self._looked_elsewhere_at = -float("inf")
 
     # What a request calls.
 
@@ -286,19 +286,21 @@ class Waiting:
             self._news.set()
 
     async def _wait_for_news(self) -> None:
-        has_something = bool(self._lines or self._left)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S if self._left else QUIET_S if self._lines else IDLE_S):
                 await self._news.wait()
         self._news.clear()
-        if not has_something and not self._lines:
-            await self._look_elsewhere()
+        await self._look_elsewhere()
 
     async def _look_elsewhere(self) -> None:
-        """Nobody waits here; whether others wait, so that who comes here does not overtake them."""
-        if self._binds_late and time.monotonic() - self._renewed_at >= IDLE_S:
-            self._renewed_at = time.monotonic()
-            self._elsewhere = await self._order.lengths(self._dispatcher.models()) or {}
+        """For models that nobody waits for here: whether others wait, so that who comes here does not overtake them,
+        and is not turned away for a line that is no more."""
+        if self._binds_late and time.monotonic() - self._looked_elsewhere_at >= IDLE_S:
+            self._looked_elsewhere_at = time.monotonic()
+            lined = {model or "" for model in (*self._lines, *self._left)}
+            others = [model for model in self._dispatcher.models() if model not in lined]
+            kept = {model: count for model, count in self._elsewhere.items() if model in lined}
+            self._elsewhere = kept | (await self._order.lengths(others) or {})
 
     def _check_time(self, ticket: Ticket, sites: Sequence[Site], now: float) -> None:
         if not ticket.is_open:
