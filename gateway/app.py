@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -110,7 +111,7 @@ class Gateway:
             self.counters,
             binds_late=settings.late_binding,
         )
-        self.members.on_report = waiting.wake
+        self.members.on_report = self._reported
         self.backend = Backend(settings.secret, settings.upstream_api_key, settings.budgets)
         server = Server(
             self.members,
@@ -259,6 +260,10 @@ class Gateway:
             async with asyncio.timeout(FIRST_BEAT_S):
                 await self.replicas.beat()
 
+    def _reported(self) -> None:
+        self.dispatcher.reported()
+        self.waiting.wake()
+
     async def _follow_drains(self) -> None:
         lease = self.leader.lease
         await self.drains.follow(lease.token if lease is not None else None)
@@ -272,10 +277,11 @@ class Gateway:
         pulse = Pulse(url, self.members, self.llumlets, self._pulse_timeout_s)
         loads = LoadReader(url, self.members, self.llumlets, self._pulse_timeout_s)
         reports = ReportReader(url, self.members, self.llumlets, self.counters)
+        pulse_s = self._intervals.pulse_s
         return [
             run_forever("reports", reports.run, RETRY_MOST_S, self.counters),
-            run_forever("pulse", pulse.feel, self._intervals.pulse_s, self.counters),
-            run_forever("loads", loads.read, self._intervals.pulse_s, self.counters),
+            run_forever("pulse", pulse.feel, pulse_s, self.counters, random.uniform(0, pulse_s)),
+            run_forever("loads", loads.read, pulse_s, self.counters, random.uniform(0, pulse_s)),
         ]
 
     async def _forget_gone(self) -> None:

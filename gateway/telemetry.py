@@ -83,8 +83,14 @@ def _printable(value: object) -> str:
     return ascii(text)
 
 
-async def run_forever(name: str, tick: Callable[[], Awaitable[None]], interval_s: float, counters: Counters) -> None:
-    """The top of a background loop: one failed round is logged and counted, and the next one comes all the same."""
+async def run_forever(
+    name: str, tick: Callable[[], Awaitable[None]], interval_s: float, counters: Counters, first_s: float = 0.0
+) -> None:
+    """The top of a background loop: one failed round is logged and counted, and the next one comes all the same.
+
+    ``first_s``: until the first round. Hundreds of loops that begin together would else go on in step for ever.
+    """
+    await asyncio.sleep(first_s)
     while True:
         try:
             await tick()

@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import operator
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -90,6 +92,15 @@ def _fields(message: type) -> tuple[_Field, ...]:
         )
         for field in dataclasses.fields(message)
     )
+
+
+@functools.cache
+def _numbers(message: type) -> tuple[list[str], list[str], Callable[[Any], tuple[Any, ...]]]:
+    """The names of the fields that are numbers, of those that may hold some, and what reads the first ones at once."""
+    fields = _fields(message)
+    names = [field.name for field in fields if field.is_number]
+    others = [field.name for field in fields if field.usual is None]
+    return names, others, operator.attrgetter(*names)
 
 
 def _usual(kind: Any) -> Any:
@@ -171,6 +182,20 @@ class Message:
             elif field.required:
                 raise WireError(f"{cls.__name__} lacks {name}")
         return cls(**fields)
+
+    def check_numbers(self) -> None:
+        """For one that was not made by :meth:`from_json`. Raises :class:`WireError`."""
+        names, others, values = _numbers(type(self))  # type: ignore[arg-type]
+        for number in values(self):
+            if number is not None and not -NUMBER_MAX <= number <= NUMBER_MAX:
+                raise WireError(f"a number out of range among {', '.join(names)}")
+        for name in others:
+            value = getattr(self, name)
+            if isinstance(value, Message):
+                value.check_numbers()
+            elif isinstance(value, dict):
+                for key, entry in value.items():
+                    _check_range(entry, f"{name}.{key}")
 
 
 def _to_json(value: Any) -> Any:

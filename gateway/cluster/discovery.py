@@ -24,6 +24,8 @@ from gateway.errors import (
 )
 from gateway.telemetry import log
 
+SPACING_S = 0.002
+"""Between two probes of a round: hundreds at once would hold up every stream and decision."""
 TIMEOUTS_MAX = 3
 """In a row. A status waits for the end of an engine step, and a long prefill on a slow machine takes seconds."""
 
@@ -50,9 +52,9 @@ class Discovery:
         """By URL: the life of a server that has no such route."""
 
     async def probe_all(self) -> None:
-        """One round: every URL at once, so that one that hangs delays none of the others."""
+        """One round. One that hangs delays none of the others."""
         urls = self._urls()
-        await asyncio.gather(*(self._probe(url) for url in urls))
+        await asyncio.gather(*(self._probe(url, number * SPACING_S) for number, url in enumerate(urls)))
         self._forget_all_but(self._urls())
 
     async def publish(self, lease: Lease) -> None:
@@ -81,7 +83,8 @@ class Discovery:
             for member in self._members.all()
         ]
 
-    async def _probe(self, url: str) -> None:
+    async def _probe(self, url: str, after_s: float) -> None:
+        await asyncio.sleep(after_s)
         try:
             await self._probe_once(url)
         except LlumletTimeout:

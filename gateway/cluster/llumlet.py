@@ -1,7 +1,7 @@
 """A client of the llumlet routes for everything off the request path. httpx's exceptions end here.
 
-What is asked of every instance all the time (reports, pulse, probe) goes through the lean client that legs have too:
-at 256 instances, httpx took more than a core for it. Orders, which are few, and metrics go through httpx.
+What is asked of every instance all the time (reports, pulse, probe, pairings) goes through the lean client that legs
+have too: at 256 instances, httpx took more than a core for it. Orders, which are few, and metrics go through httpx.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import contextlib
 import functools
 import json
 import ssl
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from gateway import wire
+from gateway.cluster.report_lines import ReportLines
 from gateway.connection import ConnectFailed, ConnectionEnded, ConnectTimeout, Pool, Response
 from gateway.errors import LlumletRefused, LlumletTimeout, LlumletUnreachable
 
@@ -30,8 +31,6 @@ KEEP_ALIVE_S = 3.0
 REPORT_GAP_S = 15.0
 """Reports come ten times a second, save during a long engine step: after this time the connection is dead."""
 
-
-REPORT_BYTES_MAX = 1024 * 1024
 CONNECTIONS_MAX = 16
 """To one instance: one stream of reports, a pulse, and the questions of a probe."""
 CONNECT_SHARE = 0.5
@@ -118,8 +117,8 @@ class LlumletClient:
             cards = (await self._get(url, "/v1/models", self._stock_lines)).value()["data"]
             return [card for card in cards if isinstance(card, dict) and _is_name(card.get("id")) and _is_json(card)]
 
-    async def reports(self, url: str) -> AsyncIterator[wire.Report]:
-        """Ends when the instance ends it; raises when the connection is cut."""
+    async def reports(self, url: str, take: Callable[[wire.Report], None]) -> None:
+        """Calls ``take`` with each. Returns when the instance ends it; raises when the connection is cut."""
         with _mapped(url):
             async with asyncio.timeout(self._timeout_s):
                 response = await self._pool(url).request("GET", "/llumlet/reports", self._llumlet_lines, b"")
@@ -127,20 +126,18 @@ class LlumletClient:
                 if not 200 <= response.status < 300:
                     async with asyncio.timeout(self._timeout_s):
                         Answer(response.status, await _whole(response)).check()
-                rest = b""
-                while part := await _next(response):
-                    *lines, rest = (rest + part).split(b"\n")
-                    for line in lines:
-                        if line.strip():
-                            yield wire.Report.from_json(json.loads(line))
-                    if len(rest) > REPORT_BYTES_MAX:
-                        raise ValueError(f"a report of more than {REPORT_BYTES_MAX} bytes")
+                await _follow(response, take)
             finally:
                 response.close()
 
     async def _get(self, url: str, target: str, headers: Headers, timeout_s: float | None = None) -> Answer:
+        return await self._ask(url, "GET", target, headers, timeout_s)
+
+    async def _ask(
+        self, url: str, method: str, target: str, headers: Headers, timeout_s: float | None = None, body: bytes = b""
+    ) -> Answer:
         async with asyncio.timeout(self._timeout_s if timeout_s is None else timeout_s):
-            response = await self._pool(url).request("GET", target, headers, b"")
+            response = await self._pool(url).request(method, target, headers, body)
             try:
                 return Answer(response.status, await _whole(response))
             finally:
@@ -153,11 +150,14 @@ class LlumletClient:
 
     async def pair(self, url: str, pairing: wire.Pairing) -> None:
         with _mapped(url):
-            _check(await self._http.put(f"{url}/llumlet/pairing", json=pairing.to_json()))
+            body = json.dumps(pairing.to_json()).encode()
+            lines = (*self._llumlet_lines, ("content-type", "application/json"))
+            (await self._ask(url, "PUT", "/llumlet/pairing", lines, body=body)).check()
 
     async def unpair(self, url: str, fence: int) -> None:
         with _mapped(url):
-            _check(await self._http.delete(f"{url}/llumlet/pairing", params={wire.FENCE_PARAMETER: fence}))
+            target = f"/llumlet/pairing?{wire.FENCE_PARAMETER}={fence}"
+            (await self._ask(url, "DELETE", target, self._llumlet_lines)).check()
 
     async def migrate(self, url: str, order: wire.MigrateOrder) -> wire.MigrationResult:
         """Waits for the end of the migration."""
@@ -219,12 +219,28 @@ async def _whole(response: Response) -> bytes:
     return bytes(body)
 
 
-async def _next(response: Response) -> bytes:
-    """A timer only where there is something to wait for."""
-    if response.ready:
-        return response.take()
-    async with asyncio.timeout(REPORT_GAP_S):
-        return await response.readany()
+async def _follow(response: Response, take: Callable[[wire.Report], None]) -> None:
+    """No task wakes for a report that comes alone: it is taken where it is received."""
+    now = asyncio.get_running_loop().time
+    lines, heard_at = ReportLines(take), now()
+
+    def sink(data: bytes) -> bool:
+        nonlocal heard_at
+        heard_at = now()
+        return lines.feed_at_once(data)
+
+    while True:
+        try:
+            async with asyncio.timeout_at(heard_at + REPORT_GAP_S):
+                await response.wait(sink)
+        except TimeoutError:
+            if now() >= heard_at + REPORT_GAP_S:
+                raise
+            continue
+        if not (data := response.take()):
+            return
+        lines.feed(data)
+        heard_at = now()
 
 
 def _is_json(card: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from gateway import wire
 from gateway.cluster.llumlet import LlumletClient
 from gateway.cluster.members import Members
 from gateway.counters import Counters
@@ -22,18 +23,20 @@ class ReportReader:
         self._members = members
         self._llumlets = llumlets
         self._counters = counters
+        self._retry_s = RETRY_FIRST_S
 
     async def run(self) -> None:
-        retry_s = RETRY_FIRST_S
         while True:
             try:
                 if not self._members.has_plugin(self._url):  # The secret is not for others.
                     await asyncio.sleep(RETRY_FIRST_S)
                     continue
-                async for report in self._llumlets.reports(self._url):
-                    self._members.reported(report, time.monotonic())
-                    retry_s = RETRY_FIRST_S
+                await self._llumlets.reports(self._url, self._take)
             except GatewayError:  # Discovery says what is wrong with an instance; staleness follows by itself.
                 self._counters.add("report_streams_lost")
-            await asyncio.sleep(retry_s)
-            retry_s = min(retry_s * 2, RETRY_MOST_S)
+            await asyncio.sleep(self._retry_s)
+            self._retry_s = min(self._retry_s * 2, RETRY_MOST_S)
+
+    def _take(self, report: wire.Report) -> None:
+        self._members.reported(report, time.monotonic())
+        self._retry_s = RETRY_FIRST_S

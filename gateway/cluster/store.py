@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -277,8 +278,9 @@ class Store:
         await self._eval(_DROP_LEASE, [keys.LEADER], [lease.holder])
 
     async def publish_snapshot(self, lease: Lease, snapshot: Mapping[str, Any], number: int) -> bool:
-        """Whether the lease is still this one's, whatever this gateway believes. ``number`` grows with each."""
-        arguments = [lease.holder, json.dumps(snapshot), str(keys.SNAPSHOT_TTL_MS), str(number)]
+        """Whether the lease is still this one's, whatever this gateway believes. ``number`` grows with each. In the
+        snapshot, messages may stand as they are."""
+        arguments = [lease.holder, msgspec.json.encode(snapshot).decode(), str(keys.SNAPSHOT_TTL_MS), str(number)]
         return bool(await self._eval(_PUBLISH, [keys.LEADER, keys.SNAPSHOT], arguments))
 
     async def snapshot(self) -> dict[str, Any] | None:

@@ -117,7 +117,7 @@ class Leader:
         return max((report.fence for report in reports if 0 <= report.fence <= FENCE_MAX), default=0)
 
     async def _publish(self, lease: Lease) -> None:
-        reports = [member.report.to_json() for member in self._members.all() if member.report is not None]
+        reports = [member.report for member in self._members.all() if member.report is not None]
         self._published += 1
         try:
             written = await self._store.publish_snapshot(

@@ -29,6 +29,8 @@ its report knows of a request, and counting one twice would keep others waiting.
 SENDING_AGE_S_MAX = 60.0
 SENDING_LOOK_S = 1.0
 """After that, a request whose instance says nothing of its load is counted as in flight alone."""
+IDLE_S = 1.0
+"""While nobody has asked for so long, reports are not prepared for choices as they come."""
 TRICKLE_S = 5.0
 """An instance whose load is not known, and where nothing of ours runs, gets a request that often: a server may tell
 what it told last until the next request makes it look again."""
@@ -66,7 +68,7 @@ class Dispatcher:
         self._lineups: dict[str | None, Lineup] = {}
         """By model, of those that are asked for: what nobody asks for any more is forgotten."""
         self._asked: set[str | None] = set()
-        self._aged_at = -math.inf
+        self._aged_at = self._asked_at = -math.inf
         self._requests_max = requests_max
         self._queue_max = queue_max
         self._trickled_at: dict[Instance, float] = {}
@@ -105,9 +107,17 @@ class Dispatcher:
             raise NotFound(f"The model `{model}` does not exist.", param="model")
         raise NoInstance("No instance can serve this model now. Try again later.")
 
+    def reported(self) -> None:
+        """An instance has said something new. Where choices come often, none of them has to make up for a hundred
+        reports."""
+        now = self._clock()
+        if now - self._asked_at < IDLE_S:
+            self._prepare(now)
+
     def lineup(self, model: str | None) -> Lineup:
         """The usable instances that serve it, as they are now; to be read at once, and not to be kept."""
-        self._prepare(self._clock())
+        self._asked_at = self._clock()
+        self._prepare(self._asked_at)
         self._asked.add(model)
         lineup = self._lineups.get(model)
         if lineup is None:
@@ -231,14 +241,17 @@ class Dispatcher:
             return None
         known_at = self._members.known_at(instance_id)
         sendings, in_flight = self._sent_lately(instance_id, known_at, now), self._in_flight[instance_id]
-        sent = _sent(sendings, known_at - REPORT_LAG_S, in_flight)
+        sent = room_sent = Sent(0, 0, in_flight)
+        if sendings:
+            sent = _sent(sendings, known_at - REPORT_LAG_S, in_flight)
+            room_sent = _sent(sendings, known_at - ROOM_LAG_S, in_flight)
         return Standing(
             view,
             rank(view, sent),
             queue_length(view, sent),
             in_flight,
             in_flight >= self._requests_max,
-            self._site(view, _sent(sendings, known_at - ROOM_LAG_S, in_flight)),
+            self._site(view, room_sent),
         )
 
     def _sent_lately(self, instance_id: str, known_at: float, now: float) -> deque[_Sending]:
