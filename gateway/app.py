@@ -105,7 +105,6 @@ class Gateway:
         waiting = self.waiting = Waiting(
             self.dispatcher,
             SharedOrder(self._order_store, self.gateway_id, budgets.order_s, self.counters),
-            self.gateway_id,
             settings.waiting,
             WaitingLimits(budgets.instance_wait_s, budgets.room_wait_s, limits.waiters),
             self.counters,

@@ -148,7 +148,7 @@ async def test_a_waiting_request_from_a_clock_that_has_been_set_is_told_again(st
     await order.look([Ask(MODEL, [waits("r", 3.0)], [])])
     for step_us in (60_000_000, -60_000_000):
         await client.zincrby(keys.waiting_order(MODEL), step_us, "r")
-        await client.zadd(keys.WAITING_GATEWAYS, {"one": 9e14})
+        await client.zadd(keys.WAITING_GATEWAYS, {order.own_id: 9e14})
         lines = await order.look([Ask(MODEL, [waits("r", 3.0)], [])])
         assert lines is not None
         assert 2.9 < lines[0].entries[0].waited_s < 33
@@ -157,9 +157,10 @@ async def test_a_waiting_request_from_a_clock_that_has_been_set_is_told_again(st
 async def test_an_entry_that_cannot_be_read_is_in_nobodys_way(store: Store, client: Any) -> None:
     order = SharedOrder(store, "one", BUDGET_S, Counters())
     await order.look([Ask(MODEL, [waits("r")], [])])
-    hostile = ["one", "one x", "one 10 more", "one " + "9" * 400, "", b"one \xff", "one -1"]
+    own = order.own_id
+    hostile = [own, f"{own} x", f"{own} 10 more", f"{own} " + "9" * 400, "", own.encode() + b" \xff", f"{own} -1"]
     strange = [-5.0, 7e15, float("inf"), float("-inf")]
-    for details, score in [*((one, 5.0) for one in hostile), *(("one 10", one) for one in strange)]:
+    for details, score in [*((one, 5.0) for one in hostile), *((f"{own} 10", one) for one in strange)]:
         for one in (f"{details!r} {score}".encode() + b"\xff", f"{details!r} {score}"):
             await client.zadd(keys.waiting_order(MODEL), {one: score})
             await client.hset(keys.waiting_details(MODEL), one, details)
@@ -174,9 +175,9 @@ async def test_who_waited_at_a_gateway_that_is_gone_counts_no_longer_than_that_l
     await gone.look([Ask(MODEL, [waits(f"r{number}") for number in range(600)], [])])
     assert await here.lengths([MODEL]) == {MODEL: 600}
     await other.look([Ask(MODEL, [waits("s")], [])])
-    await client.zrem(keys.WAITING_GATEWAYS, "gone")
+    await client.zrem(keys.WAITING_GATEWAYS, gone.own_id)
     assert await here.lengths([MODEL]) == {MODEL: 1}
-    await client.zrem(keys.WAITING_GATEWAYS, "other")
+    await client.zrem(keys.WAITING_GATEWAYS, other.own_id)
     assert await here.lengths([MODEL]) == {MODEL: 0}
 
 

@@ -41,6 +41,7 @@ class Side:
 
     waiting: Waiting
     members: Members
+    order: SharedOrder
     started: list[str]
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -69,10 +70,10 @@ class Cluster:
             members.probed(INSTANCE, [{"id": model}], True, None, time.monotonic())
             order = SharedOrder(store, gateway_id, 60.0, Counters())
             dispatcher = Dispatcher(members)
-            waiting = Waiting(dispatcher, order, gateway_id, NEVER_AGED, LIMITS, Counters(), binds_late=True)
+            waiting = Waiting(dispatcher, order, NEVER_AGED, LIMITS, Counters(), binds_late=True)
             members.on_report = waiting.wake
             self.stores.append(store)
-            self.sides.append(Side(waiting, members, self.started))
+            self.sides.append(Side(waiting, members, order, self.started))
         self.has_room(0)
 
     def has_room(self, places: int) -> None:
@@ -154,3 +155,30 @@ async def test_a_line_of_others_is_looked_at_again_while_somebody_waits_here_for
         there.tasks[0].cancel()
         await until(lambda: waiting.length(both.model) == 0, 30)
         assert waiting.length("another") == 1
+
+
+async def test_who_started_while_redis_was_away_stands_in_nobodys_way_when_it_is_back(redis_url: str) -> None:
+    """Redis was told that it waits, and could not be told that it does no more."""
+    async with cluster(redis_url) as both:
+        here, there = both.sides
+        ghost, waits = tickets(both.model, [NORMAL] * 2)
+        here.ask(ghost)
+        await until_true(lambda: both.told(1), 30)
+        former_id = here.order.own_id
+        here.order._trip("as if it had not answered")
+        here.report(dataclasses.replace(both._report, sequence=10**6, room_places=1))
+        await until(lambda: both.started == [ghost.request_id], 30)
+        here.report(dataclasses.replace(both._report, sequence=10**6 + 1, room_places=0))
+        assert await both.told(1)
+        there.ask(waits)
+        await until(lambda: here.order.is_shared, 30)
+        here.ask(Ticket("later", both.model, NORMAL, 1))
+        gateways = both.stores[0]._redis
+
+        async def is_told() -> bool:
+            return await gateways.zscore(keys.WAITING_GATEWAYS, here.order.own_id) is not None
+
+        await until_true(is_told, 30)
+        assert await gateways.zscore(keys.WAITING_GATEWAYS, former_id) is None
+        await until(lambda: there.waiting.length(both.model) == here.waiting.length(both.model) == 2, 30)
+        assert await both.told(2)

@@ -51,8 +51,8 @@ redis.call('ZREMRANGEBYSCORE', KEYS[1], string.format('(%.0f', now + tonumber(AR
 )
 
 # KEYS: gateways, then order and details of a model. ARGV: gateway id, its life in ms, life of the keys in ms, number of
-# entries to show, number of classes, number of entries to put; of each of those id, class, us waited, tokens; then the
-# ids to take out. Scores are class * span + the time of arrival in us since 2023: a double holds them exactly.
+# entries to show, number of classes, number of entries to put, its former id; of each of those to put id, class, us
+# waited, tokens; then the ids to take out. Scores are class * span + the time of arrival in us since 2023: a double holds them exactly.
 # Returns {now in us, number of entries, id, score, details, id, ...}: the first ones in order, and each class's oldest.
 # An entry keeps its score when it is told again, unless the clock was set by more than a second meanwhile.
 _LOOK = (
@@ -61,7 +61,8 @@ _LOOK = (
 local span = 1e15
 redis.call('ZADD', KEYS[1], string.format('%.0f', now + tonumber(ARGV[2]) * 1000), ARGV[1])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
-local at = 7
+redis.call('ZREM', KEYS[1], ARGV[7])
+local at = 8
 for i = 1, tonumber(ARGV[6]) do
   local score = tonumber(ARGV[at + 1]) * span + now - tonumber(ARGV[at + 2])
   local there = tonumber(redis.call('ZSCORE', KEYS[2], ARGV[at]))
@@ -164,6 +165,8 @@ class SharedOrder:
     def __init__(self, store: Store, gateway_id: str, budget_s: float, counters: Counters) -> None:
         self._store = store
         self._gateway_id = gateway_id
+        self._times_shared = 1
+        self._former_id = "-"
         self._budget_s = budget_s
         self._counters = counters
         self._asking: asyncio.Task[list[Any]] | None = None
@@ -173,6 +176,12 @@ class SharedOrder:
         """The last answer."""
         self.is_shared = True
         """False: Redis has not answered, and this gateway's order is its own until it does."""
+
+    @property
+    def own_id(self) -> str:
+        """What this gateway's entries are told under: another one each time that Redis has been away. What became of
+        the former ones meanwhile was not told, and they count no longer."""
+        return f"{self._gateway_id}.{self._times_shared}"
 
     async def look(self, asks: Sequence[Ask]) -> list[Line] | None:
         """A line for each, or ``None`` without Redis. Waits no longer than the budget."""
@@ -197,6 +206,8 @@ class SharedOrder:
             return False  # The last answer is still waited for.
         if self._asking is not None and self._succeeded(self._asking) and self._took_s <= self._budget_s:
             self._asking, self.is_shared = None, True
+            self._former_id = self.own_id
+            self._times_shared += 1
             log("waiting_shared", level=logging.WARNING)
             return True
         if time.monotonic() - self._tried_at >= RETRY_S:
@@ -211,7 +222,7 @@ class SharedOrder:
 
     def _script(self, ask: Ask) -> ScriptCall:
         lives = (str(keys.WAITING_GATEWAY_TTL_MS), str(keys.WAITING_TTL_MS))
-        arguments = [self._gateway_id, *lives, str(LOOKED_AT), str(len(CLASSES)), str(len(ask.put))]
+        arguments = [self.own_id, *lives, str(LOOKED_AT), str(len(CLASSES)), str(len(ask.put)), self._former_id]
         for one in ask.put:
             waited_us = str(max(0, round(one.waited_s * 1e6)))
             arguments += [one.request_id, str(CLASSES.index(one.priority_class)), waited_us, str(one.tokens)]

@@ -93,7 +93,6 @@ class Waiting:
         self,
         dispatcher: Dispatcher,
         order: SharedOrder,
-        gateway_id: str,
         rules: WaitingRules,
         limits: WaitingLimits,
         counters: Counters,
@@ -103,7 +102,6 @@ class Waiting:
         """``binds_late``: else a request goes to the best instance at once, and waits in its queue if need be."""
         self._dispatcher = dispatcher
         self._order = order
-        self._gateway_id = gateway_id
         self._rules = rules
         self._limits = limits
         self._counters = counters
@@ -387,7 +385,7 @@ class Waiting:
         waiters: list[Waiter] = []
         for entry in line.entries:
             ticket = own.get(entry.request_id)
-            if entry.gateway_id == self._gateway_id:
+            if entry.gateway_id == self._order.own_id:
                 if ticket is not None and ticket.is_open:  # Else it has just left.
                     waiters.append(ticket.waiter(now))
             elif entry.request_id not in stuck:
