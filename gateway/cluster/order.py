@@ -52,7 +52,8 @@ redis.call('ZREMRANGEBYSCORE', KEYS[1], string.format('(%.0f', now + tonumber(AR
 
 # KEYS: gateways, then order and details of a model. ARGV: gateway id, its life in ms, life of the keys in ms, number of
 # entries to show, number of classes, number of entries to put, its former id; of each of those to put id, class, us
-# waited, tokens; then the ids to take out. Scores are class * span + the time of arrival in us since 2023: a double holds them exactly.
+# waited, tokens; then the ids to take out. Scores are class * span + the time of arrival in us since 2023: a double
+# holds them exactly.
 # Returns {now in us, number of entries, id, score, details, id, ...}: the first ones in order, and each class's oldest.
 # An entry keeps its score when it is told again, unless the clock was set by more than a second meanwhile.
 _LOOK = (
