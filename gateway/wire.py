@@ -13,7 +13,7 @@ import functools
 import operator
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -95,12 +95,14 @@ def _fields(message: type) -> tuple[_Field, ...]:
 
 
 @functools.cache
-def _numbers(message: type) -> tuple[list[str], list[str], Callable[[Any], tuple[Any, ...]]]:
+def _numbers(message: type) -> tuple[list[str], list[str], Callable[[Any], Iterable[Any]]]:
     """The names of the fields that are numbers, of those that may hold some, and what reads the first ones at once."""
     fields = _fields(message)
     names = [field.name for field in fields if field.is_number]
     others = [field.name for field in fields if field.usual is None]
-    return names, others, operator.attrgetter(*names)
+    # Two names at least, or it would not answer with a tuple.
+    values = operator.attrgetter(*names) if len(names) > 1 else lambda one: [getattr(one, name) for name in names]
+    return names, others, values
 
 
 def _usual(kind: Any) -> Any:
@@ -191,9 +193,10 @@ class Message:
                 raise WireError(f"a number out of range among {', '.join(names)}")
         for name in others:
             value = getattr(self, name)
-            if isinstance(value, Message):
-                value.check_numbers()
-            elif isinstance(value, dict):
+            for message in value if isinstance(value, list) else [value]:
+                if isinstance(message, Message):
+                    message.check_numbers()
+            if isinstance(value, dict):
                 for key, entry in value.items():
                     _check_range(entry, f"{name}.{key}")
 

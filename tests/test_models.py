@@ -24,8 +24,8 @@ def with_adapter(*fakes: FakeInstance) -> None:
 async def test_an_adapter_is_listed_as_it_is_served_and_gone_when_it_is_unloaded(start_gateway: StartGateway) -> None:
     async with instances("a", "b", "c") as (a, b, c):
         with_adapter(b)
-        c.hangs = True  # Which holds up nobody else's models.
         async with start_gateway(a, b, c, intervals=dataclasses.replace(INTERVALS, probe_timeout_s=1)) as running:
+            c.hangs = True  # Which holds up nobody else's models.
             cards = (await running.client.get("/v1/models")).json()["data"]
             assert [(card["id"], card["parent"], card["root"]) for card in cards] == [
                 (MODEL, None, MODEL),

@@ -24,7 +24,7 @@ from gateway.errors import (
 )
 from gateway.telemetry import log
 
-SPACING_S = 0.002
+SPACING_S = 0.005
 """Between two probes of a round: hundreds at once would hold up every stream and decision."""
 TIMEOUTS_MAX = 3
 """In a row. A status waits for the end of an engine step, and a long prefill on a slow machine takes seconds."""

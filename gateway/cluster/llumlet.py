@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from gateway import wire
-from gateway.cluster.report_lines import ReportLines
+from gateway.cluster.report_lines import ReportLines, read_status
 from gateway.connection import ConnectFailed, ConnectionEnded, ConnectTimeout, Pool, Response
 from gateway.errors import LlumletRefused, LlumletTimeout, LlumletUnreachable
 
@@ -110,7 +110,9 @@ class LlumletClient:
 
     async def status(self, url: str) -> wire.Status:
         with _mapped(url):
-            return wire.Status.from_json((await self._get(url, "/llumlet/status", self._llumlet_lines)).value())
+            answer = await self._get(url, "/llumlet/status", self._llumlet_lines)
+            answer.check()
+            return read_status(answer.body)
 
     async def model_cards(self, url: str) -> list[dict[str, Any]]:
         with _mapped(url):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -11,16 +12,29 @@ from gateway import wire
 REPORT_BYTES_MAX = 1024 * 1024
 
 _REPORTS = msgspec.json.Decoder(wire.Report)
+_STATUSES = msgspec.json.Decoder(wire.Status)
+
+Read = TypeVar("Read", bound=wire.Message)
 
 
 def read_report(line: bytes) -> wire.Report:
-    """The same as ``Report.from_json(json.loads(line))`` in a tenth of its time. Raises :class:`wire.WireError`."""
+    """The same as ``Report.from_json(json.loads(line))`` in a fifth of its time; and it refuses text that is none, half
+    a surrogate pair. Raises :class:`wire.WireError`."""
+    return _read(_REPORTS, line)
+
+
+def read_status(body: bytes) -> wire.Status:
+    """As :func:`read_report`."""
+    return _read(_STATUSES, body)
+
+
+def _read(decoder: msgspec.json.Decoder[Read], data: bytes) -> Read:
     try:
-        report = _REPORTS.decode(line)
+        message = decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise wire.WireError(f"not a report: {error}") from error
-    report.check_numbers()
-    return report
+    message.check_numbers()
+    return message
 
 
 class ReportLines:

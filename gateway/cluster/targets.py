@@ -55,11 +55,11 @@ def read_url(url: str) -> str:
 
 def _host(name: str, *, is_address: bool) -> str:
     """As a URL has it. ``is_address``: of IPv6, since it stood in brackets."""
-    if is_address:
-        return f"[{ipaddress.IPv6Address(name)}]"
     try:
+        if is_address:
+            return f"[{ipaddress.IPv6Address(name)}]"
         ascii_name = name.encode("idna").decode().lower()
-    except UnicodeError:  # A label that is empty or too long.
+    except ValueError:  # No address of IPv6; or a label that is empty or too long.
         raise ValueError(_LIKE) from None
     if not _NAME.fullmatch(ascii_name):
         raise ValueError(_LIKE)

@@ -29,8 +29,8 @@ its report knows of a request, and counting one twice would keep others waiting.
 SENDING_AGE_S_MAX = 60.0
 SENDING_LOOK_S = 1.0
 """After that, a request whose instance says nothing of its load is counted as in flight alone."""
-IDLE_S = 1.0
-"""While nobody has asked for so long, reports are not prepared for choices as they come."""
+OFTEN_S = 0.03
+"""While choices come that often, reports are prepared for them as they come; else a choice does it for all at once."""
 TRICKLE_S = 5.0
 """An instance whose load is not known, and where nothing of ours runs, gets a request that often: a server may tell
 what it told last until the next request makes it look again."""
@@ -111,7 +111,7 @@ class Dispatcher:
         """An instance has said something new. Where choices come often, none of them has to make up for a hundred
         reports."""
         now = self._clock()
-        if now - self._asked_at < IDLE_S:
+        if now - self._asked_at < OFTEN_S:
             self._prepare(now)
 
     def lineup(self, model: str | None) -> Lineup:
