@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from gateway import wire
+from gateway.admin import BODY_BYTES_MAX
 from tests.conftest import Running, StartGateway, chat_body, until, until_true
 from tests.fake_instance import Exchange, FakeInstance, Generation, error_body, instances
 from tests.scripts import moved, prebind, starts_and_waits
@@ -96,6 +97,30 @@ async def test_wrong_orders(start_gateway: StartGateway) -> None:
             assert_openai_error(await running.admin("POST", "/admin/migrate", content=b"{"), 400)
             assert_openai_error(await running.admin("POST", "/admin/migrate", json=[]), 400)
             assert_openai_error(await running.admin("POST", "/admin/migrate", json={"request": request_id}), 400)
+
+
+ORDERS = [
+    ("POST", "/admin/instances"),
+    ("DELETE", "/admin/instances"),
+    ("POST", "/admin/migrate"),
+    ("POST", "/admin/instances/a/drain"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ORDERS)
+async def test_an_order_is_bounded_and_says_nothing_that_is_not_known(
+    method: str, path: str, start_gateway: StartGateway
+) -> None:
+    async with instances("a") as (a,), start_gateway(a) as running:
+        large = b'{"url": "' + b"x" * BODY_BYTES_MAX + b'"}'
+        assert_openai_error(await running.admin(method, path, content=large), 413)
+        error = assert_openai_error(await running.admin(method, path, json={"dry_run": True}), 400)
+        assert error["param"] == "dry_run"
+        for body in (b"{", b"[1]", b"null", b'{"a":' * 10_000, b"\xff"):
+            assert_openai_error(await running.admin(method, path, content=body), 400)
+        assert_openai_error(await running.admin(method, path + "/", json={}), 404)
+        assert len(running.gateway.members.all()) == 1
+        assert not a.draining
 
 
 @pytest.mark.parametrize("method", [None, "live", "blocking", "recompute"])

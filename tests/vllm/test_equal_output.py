@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from loadtest.client import Client, Reply
+from tests.vllm.twins import twin
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
@@ -89,7 +90,7 @@ async def test_there_and_back_equals_the_unmoved_run(client: Client) -> None:
 
 async def test_a_stop_string_across_the_move_is_found(client: Client) -> None:
     """Texts of eight tokens after the order to move are stop strings by their middles: none is lost, none is early."""
-    alone = await client.run(COMPLETIONS, prompt="Stop signs", **GREEDY)
+    alone = await twin(client, COMPLETIONS, prompt="Stop signs", **GREEDY)
     pieces = [choice["text"] for choice in alone.choices()]
     moved_at: list[int] = []
     for position in range(60, 220, 8):
@@ -97,7 +98,7 @@ async def test_a_stop_string_across_the_move_is_found(client: Client) -> None:
         if len(pieces) < position + 8 or alone.text.count(stop) != 1 or len(stop) < 8:
             continue
         stop = stop[1:-1]
-        expected = await client.run(COMPLETIONS, prompt="Stop signs", stop=[stop], **GREEDY)
+        expected = await twin(client, COMPLETIONS, prompt="Stop signs", stop=[stop], **GREEDY)
         moved = await client.run(COMPLETIONS, move_at=[30], prompt="Stop signs", stop=[stop], **GREEDY)
         assert expected.finish == [("stop", stop)]
         assert_same(moved, expected)

@@ -21,6 +21,7 @@ from loadtest.stack import Stack
 from tests.conftest import serve, until
 from tests.cutting_proxy import CuttingProxy
 from tests.vllm.fault_proxy import Fault, HandshakeProxy, cut, dead_agents, hang, lose_reply, refuse
+from tests.vllm.twins import twin
 from vllm_plugin.settings import RESERVATION_LEASE_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
@@ -84,7 +85,7 @@ class Moving:
 async def test_a_move_that_fails_before_its_commit_is_known_leaves_the_request_running(
     client: Client, proxy: HandshakeProxy, step: str, fault: Fault
 ) -> None:
-    alone = await client.run(COMPLETIONS, **BODY)
+    alone = await twin(client, COMPLETIONS, **BODY)
     proxy.faults[step] = fault
     for _ in range(ATTEMPTS_MAX):  # On a busy machine the stream may have ended before the step.
         moving = Moving(client, proxy)
@@ -101,7 +102,7 @@ async def test_a_move_that_fails_before_its_commit_is_known_leaves_the_request_r
 
 
 async def test_a_request_moves_after_an_earlier_move_of_it_failed(client: Client, proxy: HandshakeProxy) -> None:
-    alone = await client.run(COMPLETIONS, **BODY)
+    alone = await twin(client, COMPLETIONS, **BODY)
     proxy.faults["commit"] = lose_reply
     moving = Moving(client, proxy)
 
@@ -119,7 +120,7 @@ async def test_a_request_moves_after_an_earlier_move_of_it_failed(client: Client
 async def test_a_request_that_finishes_during_its_move_ends_as_if_it_had_stayed(
     client: Client, proxy: HandshakeProxy
 ) -> None:
-    alone = await client.run(COMPLETIONS, **BODY)
+    alone = await twin(client, COMPLETIONS, **BODY)
     proxy.faults["stage"] = hang
     moving = Moving(client, proxy)
     stream, result = await asyncio.gather(moving.stream(), moving.order())

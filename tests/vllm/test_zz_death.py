@@ -16,6 +16,7 @@ from loadtest.client import ATTEMPTS_MAX, Client, Reply
 from loadtest.stack import Instance, Stack
 from tests.vllm.fault_proxy import HandshakeProxy
 from tests.vllm.test_failures import Moving
+from tests.vllm.twins import twin
 from vllm_plugin.settings import RESERVATION_LEASE_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
@@ -65,7 +66,7 @@ async def test_a_destination_killed_when_it_has_just_committed_costs_neither_a_t
         kill(client.stack.instance("b"))
         return answer
 
-    alone = await client.run(COMPLETIONS, **BODY)
+    alone = await twin(client, COMPLETIONS, **BODY)
     whole_alone = await post()
     await client.wait_until_empty(3.0)
     async with HandshakeProxy(client.stack.instance("b").url).running() as proxy:
@@ -95,7 +96,7 @@ async def test_a_server_that_was_killed_takes_part_again_when_it_is_back(lone_cl
     async with asyncio.timeout(30):
         while (await client.status("b"))["requests"] or "b" not in await known_healthy(client):
             await asyncio.sleep(0.1)
-    alone = await client.run(COMPLETIONS, **BODY)
+    alone = await twin(client, COMPLETIONS, **BODY)
     assert (await client.moved(COMPLETIONS, alone, **BODY)).tokens == alone.tokens
 
 
@@ -105,7 +106,7 @@ async def test_a_killed_source_costs_no_token_of_what_it_was_sending_and_of_what
     """Two streams on a when it gets SIGKILL: one in mid-stage on its way to b, one that came from b before."""
     client = lone_client
     arrived_body = {**BODY, "prompt": "Came from b", "max_tokens": 1000}
-    alone = await client.run(COMPLETIONS, **BODY)
+    alone = await twin(client, COMPLETIONS, **BODY)
     arrived_alone = await client.run(COMPLETIONS, **arrived_body)
     await client.wait_until_empty(3.0)
 

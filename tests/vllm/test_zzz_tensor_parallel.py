@@ -15,6 +15,7 @@ from loadtest.client import Client, Reply, events
 from loadtest.stack import BLOCK_SIZE, Stack
 from loadtest.test_model import TEST_SHAPE
 from tests.vllm.conftest import SHARED_STACK
+from tests.vllm.twins import twin
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -51,7 +52,7 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
 
 
 async def test_both_ranks_copy_their_part_and_the_stream_stays_what_it_was(pair: Client) -> None:
-    alone = await pair.run(COMPLETIONS, **BODY)
+    alone = await twin(pair, COMPLETIONS, **BODY)
     salted = {**BODY, "cache_salt": "moved"}  # Nothing of the first run is found in a prefix cache.
     reply = await pair.moved(COMPLETIONS, alone, **salted)
     (move,) = reply.committed()
@@ -67,7 +68,7 @@ async def test_both_ranks_copy_their_part_and_the_stream_stays_what_it_was(pair:
 
 async def test_a_server_that_is_told_to_end_lets_its_requests_move_first(pair: Client) -> None:
     """The last of all, since it costs a server."""
-    alone = await pair.run(COMPLETIONS, **BODY)
+    alone = await twin(pair, COMPLETIONS, **BODY)
     leaving = pair.stack.instance("a").process
     reply = Reply()
     told_at: int | None = None
