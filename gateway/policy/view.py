@@ -65,6 +65,8 @@ class InstanceView:
 @dataclass(frozen=True, slots=True)
 class ClusterView:
     instances: tuple[InstanceView, ...]
+    kept_id: str | None = None
+    """The instance that takes nobody else until the request that has waited longest fits there (policy/waiting.py)."""
 
 
 def unknown_load(instance_id: str, groups: frozenset[ModelGroup], healthy: bool) -> InstanceView:

@@ -151,6 +151,8 @@ def allot(waiters: Sequence[Waiter], sites: Iterable[Site], rules: WaitingRules)
     allotted: list[Allotment] = []
     looked_past = 0
     for index, waiter in enumerate(ordered(waiters, rules)):
+        if not open_sites:
+            break
         chosen = best_site(waiter, open_sites.values())
         if chosen is not None:
             open_sites[chosen.instance_id] = taken = chosen.taken(waiter.tokens)
@@ -173,6 +175,15 @@ def best_site(waiter: Waiter, sites: Iterable[Site]) -> Site | None:
         if one.instance_id not in waiter.exclude and one.room.fits(one.demand_blocks(waiter.tokens))
     ]
     return min(fitting, key=lambda one: (-one.freeness_steps, one.instance_id), default=None)
+
+
+def kept_instance(waiters: Iterable[Waiter], sites: Iterable[Site], rules: WaitingRules) -> str | None:
+    """The one that takes nobody else now: the aged first one fits nowhere."""
+    first = next(iter(ordered(waiters, rules)), None)
+    sites = list(sites)
+    if first is None or first.waited_s < rules.aged_s or best_site(first, sites) is not None:
+        return None
+    return _kept_for(first, sites) or None
 
 
 def _kept_for(waiter: Waiter, sites: Iterable[Site]) -> str:
