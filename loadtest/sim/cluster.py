@@ -378,6 +378,10 @@ class Cluster:
         self._end_move(move)
         self._kick(destination)
 
+    def instance_s(self) -> float:
+        """Seconds of instances, from their start, cold or not, to their end."""
+        return sum((self.now if one.ended_at is None else one.ended_at) - one.began_at for one in self.nodes.values())
+
     def check_empty(self) -> None:
         """Raises AssertionError unless nothing of what has ended is left anywhere."""
         for node in self.nodes.values():
