@@ -64,7 +64,9 @@ def _can_take(destination: InstanceView, source: InstanceView, settings: Migrati
         return False
     if not settings.guards_destination or source.draining:
         return True
-    usage = source.virtual_usage_blocks - source.head_of_line_blocks
+    usage: float | None = source.blocks_used
+    if usage is None:
+        usage = source.virtual_usage_blocks - source.head_of_line_blocks
     after = freeness_steps(
         destination.blocks_total,
         destination.virtual_usage_blocks + usage / max(source.requests_running, 1),

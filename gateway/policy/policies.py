@@ -73,6 +73,13 @@ POLICIES: Mapping[str, NamedPolicy] = {
             PolicySettings(Policy.KVFERRY, _GUARDED),
             picking=PickRules(cool_down_s=5.0, moves_max=3),
         ),
+        NamedPolicy(
+            "kvferry-base",
+            Start.WHEN_ROOM,
+            PolicySettings(Policy.KVFERRY, _GUARDED),
+            picking=PickRules(cool_down_s=5.0, moves_max=3),
+            knows_classes=False,
+        ),
         NamedPolicy("late-binding", Start.WHEN_ROOM),
         NamedPolicy("llumnix", Start.FREEST, PolicySettings(Policy.LLUMNIX, _STABLE)),
         NamedPolicy("llumnix-base", Start.FREEST, PolicySettings(Policy.LLUMNIX, _STABLE), knows_classes=False),

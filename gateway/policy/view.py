@@ -46,6 +46,8 @@ class InstanceView:
     room_blocks: int | None = None
     """For the prompt of one more request (policy/waiting.py); ``None``: it does not say."""
     room_places: int = 0
+    blocks_used: int | None = None
+    """By its requests, without any headroom; ``None``: not known."""
 
     @property
     def usable(self) -> bool:
@@ -67,6 +69,8 @@ class ClusterView:
     instances: tuple[InstanceView, ...]
     kept_id: str | None = None
     """The instance that takes nobody else until the request that has waited longest fits there (policy/waiting.py)."""
+    waiting_tokens: int = 0
+    """Of prompts that wait at the gateways."""
 
 
 def unknown_load(instance_id: str, groups: frozenset[ModelGroup], healthy: bool) -> InstanceView:

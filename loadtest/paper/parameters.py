@@ -43,12 +43,13 @@ LOADS: Mapping[str, Mapping[str, float]] = {
     "paper": dict.fromkeys(TOP_RATES_RPS, 1.0),
 }
 """Factors on those. T: where INFaaS++'s P99 prefill comes near the paper's; M: before the knee."""
-THRESHOLD_STEPS: Mapping[str, float] = {
-    trace: 160.0 if trace in ("M-M", "S-L") else 48.0 for trace in TOP_RATES_RPS
-}
+THRESHOLD_STEPS: Mapping[str, float] = {trace: 160.0 if trace in ("M-M", "S-L") else 48.0 for trace in TOP_RATES_RPS}
 """Of the paper's own policy, which it has set by trace (3 or 10 blocks). Ours is the same everywhere."""
 HIGH_PRIORITY_LOAD_TOKENS = 1_600
 """The load up to which an instance that runs a request of high priority is filled (figure 13)."""
+HEADROOM_BLOCKS: Mapping[int, int] = {1: BLOCKS - HIGH_PRIORITY_LOAD_TOKENS // BLOCK_SIZE}
+INSTANCES_AT_FIRST = 8
+"""Of figures 14 and 15, which scale between 1 and 16."""
 
 
 def rate_rps(trace: str, load: str) -> float:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from gateway.policy.autoscale import Add, Drain, ScaleMemory, ScaleSettings, TakeBack, scale
 from gateway.policy.decide import Memory, Pair, Policy, Unpair, decide
 from gateway.policy.picking import Movable, pick
 from gateway.policy.policies import POLICIES, NamedPolicy
@@ -33,6 +34,7 @@ from loadtest.sim.reports import Identity, view_later
 MODEL = "simulated"
 STAGES_MAX = 64
 UNDONE_WITHIN_S = 10.0
+SCALE_TICK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,9 @@ class ClusterSettings:
     """From the gateway, or a peer, to an instance."""
     migrations_out_max: int = 1
     migrations_in_max: int = 4
+    scale: ScaleSettings | None = None
+    cold_start_s: float = 60.0
+    """From the order of an instance to its first report; it costs from the order on."""
     rest_s: float = 1.0
     """A pairing whose destination has refused is left alone so long."""
     copies_tail: bool = False
@@ -77,6 +82,9 @@ class Cluster:
             self.add_instance(offset_s=settings.report_interval_s * number / settings.instances)
         if settings.policy.leader.policy is not Policy.NONE:
             self.at(0.0, self._tick)
+        self._scale_memory = ScaleMemory()
+        if settings.scale is not None:
+            self.at(SCALE_TICK_S, self._scale)
 
     def __repr__(self) -> str:
         return f"<Cluster at {self.now:.3f} s, {len(self.nodes)} instances, {self._unfinished} requests to finish>"
@@ -192,6 +200,27 @@ class Cluster:
             assert isinstance(action, (Pair, Unpair))
             self.after(self.settings.control_delay_s, self._pairing(self.nodes[action.source_id], destination))
         self.after(self.settings.tick_s, self._tick)
+
+    def _scale(self) -> None:
+        """Adds, drains, and stops what is drained and empty."""
+        settings = self.settings.scale
+        assert settings is not None
+        for node in self.nodes.values():
+            if node.alive and node.draining and not node.sent and not node.moves_in and node.engine_ahead.is_empty:
+                self.remove(node.instance_id)
+        alive = [node for node in self.nodes.values() if node.alive]
+        starting = sum(node.view is None for node in alive)
+        step, self._scale_memory = scale(self.front.view(), starting, self._scale_memory, self.now, settings)
+        match step:
+            case Add() if len(alive) < settings.instances_max:
+                self.add_instance(offset_s=self.settings.cold_start_s)
+            case Drain():
+                self.nodes[step.instance_id].draining = True
+            case TakeBack() if self.nodes[step.instance_id].alive:
+                self.nodes[step.instance_id].draining = False
+            case _:
+                pass
+        self.after(SCALE_TICK_S, self._scale)
 
     def _pairing(self, node: Node, destination: str | None) -> Callable[[], None]:
         def event() -> None:

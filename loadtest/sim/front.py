@@ -82,7 +82,8 @@ class Front:
 
     def view(self) -> ClusterView:
         views = (node.view for node in self._nodes.values())
-        return ClusterView(tuple(view for view in views if view is not None), self._kept_id())
+        waiting_tokens = sum(request.total_tokens for request in self._line.values())
+        return ClusterView(tuple(view for view in views if view is not None), self._kept_id(), waiting_tokens)
 
     def _start_at_once(self, request: Request) -> bool:
         if self.binds_late:

@@ -60,11 +60,36 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
+CLASS_WORDS = {0: "normal", 1: "high", 2: "highest"}
+
+
+def by_class(records: Sequence[Record]) -> dict[str, Any]:
+    """The most telling figures, a class each."""
+    found: dict[str, Any] = {}
+    for priority in sorted({one.priority for one in records}):
+        figures = summary([one for one in records if one.priority == priority])
+        word = CLASS_WORDS.get(priority, f"class{priority}")
+        for name in _OF_A_CLASS:
+            found[f"{word}_{name}"] = figures[name]
+    return found
+
+
+_OF_A_CLASS = (
+    "request_mean_s",
+    "request_p99_s",
+    "prefill_mean_s",
+    "prefill_p99_s",
+    "decode_mean_s_per_token",
+    "decode_p99_s_per_token",
+)
+
+
 def _prefill_s(record: Record) -> float:
     assert record.first_token_at is not None
     return record.first_token_at - record.request.arrived_at
 
 
 def _decode_s(record: Record) -> float:
-    assert record.first_token_at is not None and record.finished_at is not None
+    assert record.first_token_at is not None
+    assert record.finished_at is not None
     return (record.finished_at - record.first_token_at) / (record.request.output_tokens - 1)

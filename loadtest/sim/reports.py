@@ -103,6 +103,7 @@ def view_of(report: wire.Report, *, healthy: bool = True, stale: bool = False) -
         requests_running_max=report.requests_running_max,
         room_blocks=report.room_blocks,
         room_places=report.room_places,
+        blocks_used=max(0, report.blocks_total - report.blocks_free - report.blocks_reserved),
     )
 
 
@@ -151,6 +152,7 @@ def view_later(
             settings.batch_max,
             room_blocks=room.blocks if room is not None else None,
             room_places=room.places if room is not None else 0,
+            blocks_used=max(0, settings.blocks_total - load.blocks_free - load.blocks_reserved),
         )
 
     return make

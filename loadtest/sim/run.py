@@ -92,6 +92,3 @@ def fragmented_share(cluster: Cluster) -> float:
             break
         left -= demand
     return (free - left) / max(1, settings.blocks_total * len(loads))
-
-
-PAPER_INSTANCES = 16
