@@ -6,6 +6,7 @@ seen. The others are what they are compared with.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,7 +17,7 @@ from gateway.policy.dispatch import Sent, choose_instance, choose_least_loaded, 
 from gateway.policy.migration import MigrationSettings
 from gateway.policy.picking import PickRules
 from gateway.policy.view import ClusterView
-from gateway.policy.waiting import WaitingRules
+from gateway.policy.waiting import GROWTH_TOKENS, WaitingRules
 
 STABLE_STEPS = 48.0
 """The paper's threshold for most of its traces: 3 blocks of 16 for each running request."""
@@ -41,6 +42,10 @@ class NamedPolicy:
     leader: PolicySettings = field(default_factory=lambda: PolicySettings(Policy.NONE))
     picking: PickRules = field(default_factory=PickRules)
     waiting: WaitingRules = field(default_factory=WaitingRules)
+    growth_tokens: int = GROWTH_TOKENS
+    """What each running request must be able to grow by when another one enters (policy/waiting.py)."""
+    moves_at_once: int = 1
+    """Out of an instance."""
     knows_classes: bool = True
     """Else every request is a normal one."""
 
@@ -62,25 +67,24 @@ class NamedPolicy:
 
 
 _STABLE = MigrationSettings(low_freeness_steps=STABLE_STEPS, high_freeness_steps=STABLE_STEPS)
-_GUARDED = MigrationSettings(low_freeness_steps=STABLE_STEPS, high_freeness_steps=STABLE_STEPS, guards_destination=True)
+_KVFERRY = NamedPolicy(
+    "kvferry",
+    Start.WHEN_ROOM,
+    PolicySettings(
+        Policy.KVFERRY,
+        MigrationSettings(low_freeness_steps=STABLE_STEPS, high_freeness_steps=STABLE_STEPS, guards_destination=True),
+    ),
+    picking=PickRules(cool_down_s=5.0, moves_max=3),
+    growth_tokens=16,
+    moves_at_once=2,
+)
 
 POLICIES: Mapping[str, NamedPolicy] = {
     one.name: one
     for one in (
-        NamedPolicy(
-            "kvferry",
-            Start.WHEN_ROOM,
-            PolicySettings(Policy.KVFERRY, _GUARDED),
-            picking=PickRules(cool_down_s=5.0, moves_max=3),
-        ),
-        NamedPolicy(
-            "kvferry-base",
-            Start.WHEN_ROOM,
-            PolicySettings(Policy.KVFERRY, _GUARDED),
-            picking=PickRules(cool_down_s=5.0, moves_max=3),
-            knows_classes=False,
-        ),
-        NamedPolicy("late-binding", Start.WHEN_ROOM),
+        _KVFERRY,
+        dataclasses.replace(_KVFERRY, name="kvferry-base", knows_classes=False),
+        dataclasses.replace(_KVFERRY, name="late-binding", leader=PolicySettings(Policy.NONE)),
         NamedPolicy("llumnix", Start.FREEST, PolicySettings(Policy.LLUMNIX, _STABLE)),
         NamedPolicy("llumnix-base", Start.FREEST, PolicySettings(Policy.LLUMNIX, _STABLE), knows_classes=False),
         NamedPolicy("infaas++", Start.LEAST_LOADED, knows_classes=False),

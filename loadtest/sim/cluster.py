@@ -52,7 +52,6 @@ class ClusterSettings:
     """The leader's."""
     control_delay_s: float = 0.002
     """From the gateway, or a peer, to an instance."""
-    migrations_out_max: int = 1
     migrations_in_max: int = 4
     scale: ScaleSettings | None = None
     cold_start_s: float = 60.0
@@ -183,7 +182,7 @@ class Cluster:
             return
         engine = node.engine
         if self.front.binds_late:
-            busy = judge(engine, request) if not node.draining else Busy(0, 0, 0)
+            busy = judge(engine, request, self.settings.policy.growth_tokens) if not node.draining else Busy(0, 0, 0)
             if busy is not None:
                 self.busy_answers += 1
                 said = Room(busy.room_blocks, busy.room_places)
@@ -241,6 +240,7 @@ class Cluster:
             headroom_blocks=self._headroom_blocks,
             now=made_at,
             says_room=self.front.binds_late,
+            growth_tokens=self.settings.policy.growth_tokens,
         )
         self.after(self.settings.report_delay_s, lambda: self._reported(node, view, made_at))
         self.after(self.settings.report_interval_s, lambda: self._report(node))
@@ -260,7 +260,7 @@ class Cluster:
         if node.pairing is None or self.now < node.rests_until:
             return
         destination = self.nodes[node.pairing]
-        while len(node.moves_out) < self.settings.migrations_out_max:
+        while len(node.moves_out) < self.settings.policy.moves_at_once:
             request = self._pick(node)
             if request is None or not self._begin_move(node, destination, request):
                 return

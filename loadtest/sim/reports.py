@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gateway import wire
 from gateway.policy.usage import RequestUsage, freeness_steps, virtual_usage_blocks
 from gateway.policy.view import InstanceView, ModelGroup
-from gateway.policy.waiting import Room
+from gateway.policy.waiting import GROWTH_TOKENS, Room
 from loadtest.sim.admission import NO_ROOM, room_for
 from loadtest.sim.engine import Engine, Load
 
@@ -126,11 +126,12 @@ def view_later(
     headroom_blocks: Mapping[int, int] = NO_HEADROOM,
     now: float | None = None,
     says_room: bool = True,
+    growth_tokens: int = GROWTH_TOKENS,
 ) -> Callable[[], InstanceView]:
     """What is read now, and a view of it made when somebody looks. ``now``: for an engine that looks ahead."""
     load, settings = engine.load(now), engine.settings
     running_blocks = dict(load.running_blocks)
-    room = NO_ROOM if draining else room_for(engine, load=load) if says_room else None
+    room = NO_ROOM if draining else room_for(engine, None, growth_tokens, load) if says_room else None
 
     def make() -> InstanceView:
         usage = _usage_blocks(load, running_blocks, headroom_blocks, draining)

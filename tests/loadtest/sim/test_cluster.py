@@ -81,9 +81,8 @@ def test_every_request_ends_every_instance_is_empty_and_a_run_repeats(
         cluster = Cluster(
             settings(
                 engine=engine,
-                policy=eager(policy),
+                policy=dataclasses.replace(eager(policy), moves_at_once=at_once),
                 looks_ahead=looks_ahead,
-                migrations_out_max=at_once,
                 copies_tail=engine is PAPER,
             )
         )
@@ -117,7 +116,7 @@ def test_requests_move_away_from_a_full_instance_and_none_does_without_a_policy(
 
 
 def test_a_draining_instance_gets_nothing_new_and_what_it_has_moves_away() -> None:
-    cluster = Cluster(settings(migrations_out_max=4))
+    cluster = Cluster(settings(policy=dataclasses.replace(eager("llumnix"), moves_at_once=4)))
     seen: list[int] = []
 
     def look() -> None:
