@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="side by side")
     parser.add_argument("--output", type=Path, help=f"default {RESULT}")
     parser.add_argument("--resume", action="store_true", help="keep the rows that are there, run those that are not")
+    parser.add_argument("--stop-after-s", type=float, default=float("inf"), help="begin no run after so long")
     parser.add_argument("--no-page", action="store_true", help="leave docs/evaluation.md as it is")
     flags = parser.parse_args()
     output = flags.output or (Path(".cache/paper-quick.json") if flags.quick else RESULT)
@@ -55,7 +56,8 @@ def main() -> int:
             write_rows(output, rows.values(), about)
             step.update(f"{count} of {len(jobs)}: {row['figure']} {row['trace']} {row['policy']} seed {row['seed']}")
 
-        run_all(jobs, flags.processes, done)
+        stops_at = time.monotonic() + flags.stop_after_s
+        run_all(jobs, flags.processes, done, lambda: time.monotonic() >= stops_at)
     print(describe(list(rows.values())))
     if not flags.quick and not flags.no_page:
         write_page(PAGE, list(rows.values()), output)

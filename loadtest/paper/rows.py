@@ -90,12 +90,22 @@ def write_rows(path: Path, rows: Iterable[Row], about: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-def run_all(jobs: Sequence[Job], processes: int, done: Callable[[Row], None]) -> None:
-    """In this process if one is enough, which is easier to interrupt and to profile."""
+def run_all(
+    jobs: Sequence[Job], processes: int, done: Callable[[Row], None], stops: Callable[[], bool] = lambda: False
+) -> None:
+    """In this process if one is enough, which is easier to interrupt and to profile. ``stops``: begin no more."""
     if processes == 1:
         for job in jobs:
+            if stops():
+                return
             done(run(job))
         return
     with ProcessPoolExecutor(processes) as pool:
-        for future in as_completed([pool.submit(run, job) for job in jobs]):
+        futures = [pool.submit(run, job) for job in jobs]
+        for future in as_completed(futures):
+            if future.cancelled():
+                continue
             done(future.result())
+            if stops():
+                for one in futures:
+                    one.cancel()

@@ -117,7 +117,7 @@ def test_the_largest_prompt_is_not_starved_by_a_stream_of_small_ones() -> None:
         waits.append(largest.first_token_at - largest.request.arrived_at)
     assert max(waits) < 10
     never = dataclasses.replace(eager("late-binding"), waiting=WaitingRules(aged_s=1e9))
-    starved = simulate(cluster_settings("late-binding", instances=2, policy=never), line)
+    starved = simulate(dataclasses.replace(cluster_settings("late-binding", instances=2), policy=never), line)
     largest = max(starved.records, key=lambda one: one.request.prompt_tokens)
     assert largest.first_token_at is not None
     assert largest.first_token_at - largest.request.arrived_at > 2 * max(waits)
