@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import os
 import sys
@@ -24,6 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtest.paper", description=__doc__)
     parser.add_argument("--figures", default="", help=f"comma-separated: {', '.join(FIGURES)} (default all)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"seeds a point (default {SEEDS})")
+    parser.add_argument("--requests", type=int, help="of each run, instead of the paper's 10,000")
     parser.add_argument("--policies", default="", help="only these, comma-separated")
     parser.add_argument("--quick", action="store_true", help="one seed, three traces, into another file")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="side by side")
@@ -38,6 +40,8 @@ def main() -> int:
         parser.error(f"there is no figure {unknown[0]}")
     seeds = 1 if flags.quick else flags.seeds
     jobs = [job for name in names for job in FIGURES[name](seeds, flags.quick)]
+    if flags.requests is not None:
+        jobs = [dataclasses.replace(job, requests=flags.requests) for job in jobs]
     if flags.policies:
         jobs = [job for job in jobs if job.policy in flags.policies.split(",")]
     rows = {key_of(row): row for row in read_rows(output)}

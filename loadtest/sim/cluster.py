@@ -73,7 +73,7 @@ class Cluster:
         self.moves_begun = self.moves_done = self.preemptions = self.busy_answers = 0
         self.front = Front(settings.policy, MODEL, self.nodes, self, self._send)
         self._headroom_blocks = settings.headroom_blocks if settings.policy.knows_classes else {}
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._sequence = 0
         self._unfinished = 0
         self._memory = Memory()
@@ -90,12 +90,12 @@ class Cluster:
 
     # Time.
 
-    def at(self, time: float, event: Callable[[], None]) -> None:
+    def at(self, time: float, event: Callable[[], object]) -> None:
         """Events at the same time come in the order in which they were put in, so that runs repeat."""
         self._sequence += 1
         heapq.heappush(self._events, (max(time, self.now), self._sequence, event))
 
-    def after(self, delay_s: float, event: Callable[[], None]) -> None:
+    def after(self, delay_s: float, event: Callable[[], object]) -> None:
         self.at(self.now + delay_s, event)
 
     def run(self, requests: Iterable[Request], until_s: float = float("inf")) -> list[Record]:

@@ -26,7 +26,7 @@ TICK_S = 0.05
 class Clock(Protocol):
     now: float
 
-    def at(self, time: float, event: Callable[[], None]) -> None: ...
+    def at(self, time: float, event: Callable[[], object]) -> None: ...
 
 
 class Front:
