@@ -52,6 +52,22 @@ def _memory_load(instance: InstanceView, sent: Sent) -> float:
     return _asked_blocks(instance, sent) / max(instance.blocks_total, 1)
 
 
+def choose_protecting(view: ClusterView, model: str | None, sent: Mapping[str, Sent], tokens: int) -> str | None:
+    """For a request with headroom: an instance that keeps some already, so that no other one has to. The fullest that
+    has room for it within its target load; ``None`` if there is none."""
+    free = [
+        (_free_tokens(one, sent.get(one.instance_id, _NOTHING_SENT)), one.instance_id)
+        for one in usable_instances(view, model)
+        if one.protects
+    ]
+    fitting = [(left, instance_id) for left, instance_id in free if left >= tokens]
+    return min(fitting)[1] if fitting else None
+
+
+def _free_tokens(instance: InstanceView, sent: Sent) -> float:
+    return (instance.blocks_total - _asked_blocks(instance, sent)) * instance.block_size
+
+
 def choose_next(view: ClusterView, model: str | None, last: str | None) -> str | None:
     """Round-robin: the one whose id comes after ``last``."""
     ids = sorted(one.instance_id for one in usable_instances(view, model))

@@ -23,6 +23,8 @@ class Movable:
     moves: int = 0
     settled_s: float = float("inf")
     """Since its last move."""
+    is_protected: bool = False
+    """It has headroom: what makes its instance look full is kept free for it, and no reason to move it."""
 
 
 def pick(candidates: Iterable[Movable], rules: PickRules, *, draining: bool = False) -> str | None:
@@ -30,7 +32,7 @@ def pick(candidates: Iterable[Movable], rules: PickRules, *, draining: bool = Fa
     fitting = [
         (one.execution_priority, one.tokens, one.request_id)
         for one in candidates
-        if (one.is_running or draining)
+        if (draining or (one.is_running and not one.is_protected))
         and one.settled_s >= rules.cool_down_s
         and (draining or rules.moves_max is None or one.moves < rules.moves_max)
     ]

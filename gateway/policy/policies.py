@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import assert_never
 
 from gateway.policy.decide import Policy, PolicySettings
-from gateway.policy.dispatch import Sent, choose_instance, choose_least_loaded, choose_next
+from gateway.policy.dispatch import Sent, choose_instance, choose_least_loaded, choose_next, choose_protecting
 from gateway.policy.migration import MigrationSettings
 from gateway.policy.picking import PickRules
 from gateway.policy.view import ClusterView
@@ -50,12 +50,21 @@ class NamedPolicy:
     """Else every request is a normal one."""
 
     def start_at(
-        self, view: ClusterView, model: str | None, sent: Mapping[str, Sent], last: str | None = None
+        self,
+        view: ClusterView,
+        model: str | None,
+        sent: Mapping[str, Sent],
+        last: str | None = None,
+        protected_tokens: int | None = None,
     ) -> str | None:
-        """Of those policies that start requests at once. ``last``: where the one before has been started."""
+        """Of those policies that start requests at once. ``last``: where the one before has been started.
+        ``protected_tokens``: of a request with headroom."""
         match self.start:
             case Start.FREEST:
-                return choose_instance(view, model, sent)
+                joined = None
+                if protected_tokens is not None:
+                    joined = choose_protecting(view, model, sent, protected_tokens)
+                return joined or choose_instance(view, model, sent)
             case Start.LEAST_LOADED:
                 return choose_least_loaded(view, model, sent)
             case Start.IN_TURN:

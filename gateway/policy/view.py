@@ -46,6 +46,8 @@ class InstanceView:
     room_blocks: int | None = None
     """For the prompt of one more request (policy/waiting.py); ``None``: it does not say."""
     room_places: int = 0
+    protects: bool = False
+    """A request of a class with headroom runs there, and the headroom is counted."""
     blocks_used: int | None = None
     """By its requests, without any headroom; ``None``: not known."""
 

@@ -71,8 +71,8 @@ class Cluster:
         self.nodes: dict[str, Node] = {}
         self.records: dict[str, Record] = {}
         self.moves_begun = self.moves_done = self.preemptions = self.busy_answers = 0
-        self.front = Front(settings.policy, MODEL, self.nodes, self, self._send)
         self._headroom_blocks = settings.headroom_blocks if settings.policy.knows_classes else {}
+        self.front = Front(settings.policy, MODEL, self.nodes, self, self._send, frozenset(self._headroom_blocks))
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._sequence = 0
         self._unfinished = 0
@@ -281,6 +281,7 @@ class Cluster:
                         is_running,
                         record.moves,
                         settled_s,
+                        request.execution_priority in self._headroom_blocks,
                     )
                 )
         chosen = pick(candidates, self.settings.policy.picking, draining=node.draining)

@@ -37,7 +37,10 @@ class Front:
         nodes: Mapping[str, Node],
         clock: Clock,
         send: Callable[[Node, Request], None],
+        protected: frozenset[int] = frozenset(),
     ) -> None:
+        """``protected``: classes with headroom."""
+        self._protected = protected
         self._policy = policy
         self._model = model
         self._nodes = nodes
@@ -90,14 +93,15 @@ class Front:
             self._prepare()
             best = self._lineup.best_site(self._waiter(request))
             chosen = best.instance_id if best is not None else None
-        elif self._policy.start is Start.FREEST:
+        elif self._policy.start is Start.FREEST and request.execution_priority not in self._protected:
             self._prepare()
             chosen = self._lineup.best()
         else:
             sent = {one.instance_id: one.on_its_way() for one in self._nodes.values() if one.sent}
             views = (node.view for node in self._nodes.values())
             view = ClusterView(tuple(view for view in views if view is not None))
-            chosen = self._policy.start_at(view, self._model, sent, self._last)
+            tokens = request.total_tokens if request.execution_priority in self._protected else None
+            chosen = self._policy.start_at(view, self._model, sent, self._last, tokens)
         if chosen is None:
             return False
         self._give(self._nodes[chosen], request)
@@ -145,7 +149,8 @@ class Front:
 
     def _waiter(self, request: Request) -> Waiter:
         waited_s = self._clock.now - request.arrived_at
-        return Waiter(request.request_id, request.priority, waited_s, request.total_tokens)
+        is_protected = request.execution_priority in self._protected
+        return Waiter(request.request_id, request.priority, waited_s, request.total_tokens, is_protected=is_protected)
 
     def _prepare(self) -> None:
         """As ``gateway.serving.dispatch`` does: what has changed since the last look, and nothing else."""

@@ -153,6 +153,7 @@ def view_later(
             settings.batch_max,
             room_blocks=room.blocks if room is not None else None,
             room_places=room.places if room is not None else 0,
+            protects=any(priority in headroom_blocks for priority in running_blocks),
             blocks_used=max(0, settings.blocks_total - load.blocks_free - load.blocks_reserved),
         )
 
