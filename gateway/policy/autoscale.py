@@ -51,8 +51,8 @@ Scaling = Add | TakeBack | Drain
 def scale(
     view: ClusterView, starting: int, memory: ScaleMemory, now_s: float, settings: ScaleSettings
 ) -> tuple[Scaling | None, ScaleMemory]:
-    """At most one step at a time. ``starting``: instances that are not ready yet; while there are any, none is added,
-    since what they bring is not seen yet, and none is drained."""
+    """At most one step in ``sustained_s``. ``starting``: instances that are not ready yet. More may be added meanwhile,
+    since a burst does not wait for a cold start; while there are any, none is drained."""
     serving = [one for one in view.instances if one.usable]
     if not serving:
         return (Add() if not starting else None), ScaleMemory()
@@ -60,14 +60,15 @@ def scale(
     below = _since(memory.below_since_s, mean_steps < settings.low_steps, now_s)
     above = _since(memory.above_since_s, mean_steps > settings.high_steps, now_s)
     memory = ScaleMemory(below, above)
-    if starting:
-        return None, memory
     if below is not None and now_s - below >= settings.sustained_s:
         draining = [one for one in view.instances if one.draining and one.healthy and not one.stale]
         if draining:
             fullest = max(draining, key=lambda one: (one.requests_running, one.instance_id))
             return TakeBack(fullest.instance_id), ScaleMemory()
-        return (Add(), ScaleMemory()) if len(view.instances) < settings.instances_max else (None, memory)
+        has_place = len(view.instances) + starting < settings.instances_max
+        return (Add(), ScaleMemory()) if has_place else (None, memory)
+    if starting:
+        return None, memory
     if above is not None and now_s - above >= settings.sustained_s and len(serving) > settings.instances_min:
         least = min(serving, key=lambda one: (one.requests_running + one.requests_waiting, one.instance_id))
         return Drain(least.instance_id), ScaleMemory()

@@ -41,9 +41,11 @@ def test_one_that_drains_is_taken_back_before_another_is_started() -> None:
     assert steps(cluster, [0, 10]) == [None, TakeBack("c")]
 
 
-def test_there_is_a_most_and_one_comes_at_a_time() -> None:
+def test_there_is_a_most_and_those_that_start_are_counted() -> None:
     assert steps(view(*LOW.instances, instance("c", 10)), [0, 10]) == [None, None]
     assert steps(LOW, [0, 10], starting=1) == [None, None]
+    assert steps(view(instance("a", 10)), [0, 10], starting=1) == [None, Add()]
+    assert steps(HIGH, [0, 10], starting=1) == [None, None]
     assert steps(view(), [0.0], starting=0) == [Add()]
     assert steps(view(), [0.0], starting=1) == [None]
 
