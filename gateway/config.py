@@ -157,7 +157,7 @@ FLAGS: tuple[tuple[str, str, str, str], ...] = (
     ("--metrics-key", "KVFERRY_METRICS_KEY", "", "key of /metrics; none: open on loopback, else the admin key"),
     ("--tracing", "KVFERRY_TRACING", "off", "off, or otlp: OpenTelemetry, set up by the OTEL_* variables"),
     ("--late-binding", "KVFERRY_LATE_BINDING", "on", "requests wait here until an instance has room: on or off"),
-    ("--policy", "KVFERRY_POLICY", "llumnix", "what the leader moves by itself: llumnix, or none"),
+    ("--policy", "KVFERRY_POLICY", "llumnix", "what the leader moves by itself: llumnix, kvferry or none"),
     ("--low-freeness-steps", "KVFERRY_LOW_FREENESS_STEPS", "160", "an instance below this moves requests away"),
     ("--high-freeness-steps", "KVFERRY_HIGH_FREENESS_STEPS", "480", "an instance above this takes them"),
 )

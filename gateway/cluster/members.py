@@ -474,6 +474,7 @@ def _view(member: Member, stale: bool) -> InstanceView:
         requests_running_max=report.requests_running_max,
         room_blocks=report.room_blocks,
         room_places=report.room_places,
+        blocks_used=max(0, report.blocks_total - report.blocks_free - report.blocks_reserved),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -41,6 +42,8 @@ class Policy(StrEnum):
     """Nothing is moved but what is ordered by hand."""
     LLUMNIX = "llumnix"
     """The paper's: pairs of instances by freeness thresholds."""
+    KVFERRY = "kvferry"
+    """Those, and no move that would only turn the tables; the instance that is kept for a request is emptied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,9 @@ def decide(
             pairs: dict[str, str] = {}
         case Policy.LLUMNIX:
             pairs = pair_instances(view, memory.pairs, settings.migration)
+        case Policy.KVFERRY:
+            guarded = dataclasses.replace(settings.migration, guards_destination=True, empties_kept=True)
+            pairs = pair_instances(view, memory.pairs, guarded)
         case _:
             assert_never(settings.policy)
     known = {instance.instance_id for instance in view.instances}

@@ -41,6 +41,39 @@ def choose_instance(
     return min(candidates, key=lambda one: rank(one, sent.get(one.instance_id, _NOTHING_SENT))).instance_id
 
 
+def choose_least_loaded(view: ClusterView, model: str | None, sent: Mapping[str, Sent]) -> str | None:
+    """INFaaS++ (Llumnix, section 6.1): the least part of its memory used, or asked for by those that wait there."""
+    candidates = usable_instances(view, model)
+    loads = [(_memory_load(one, sent.get(one.instance_id, _NOTHING_SENT)), one.instance_id) for one in candidates]
+    return min(loads)[1] if loads else None
+
+
+def _memory_load(instance: InstanceView, sent: Sent) -> float:
+    return _asked_blocks(instance, sent) / max(instance.blocks_total, 1)
+
+
+def choose_protecting(view: ClusterView, model: str | None, sent: Mapping[str, Sent], tokens: int) -> str | None:
+    """For a request with headroom: an instance that keeps some already, so that no other one has to. The fullest that
+    has room for it within its target load; ``None`` if there is none."""
+    free = [
+        (_free_tokens(one, sent.get(one.instance_id, _NOTHING_SENT)), one.instance_id)
+        for one in usable_instances(view, model)
+        if one.protects
+    ]
+    fitting = [(left, instance_id) for left, instance_id in free if left >= tokens]
+    return min(fitting)[1] if fitting else None
+
+
+def _free_tokens(instance: InstanceView, sent: Sent) -> float:
+    return (instance.blocks_total - _asked_blocks(instance, sent)) * instance.block_size
+
+
+def choose_next(view: ClusterView, model: str | None, last: str | None) -> str | None:
+    """Round-robin: the one whose id comes after ``last``."""
+    ids = sorted(one.instance_id for one in usable_instances(view, model))
+    return next((one for one in ids if last is None or one > last), ids[0] if ids else None)
+
+
 Rank = tuple[int, float, str]
 """The lower, the sooner; the last part is the instance's id."""
 
@@ -75,7 +108,10 @@ def queue_length(instance: InstanceView, sent: Sent) -> int:
 
 def dispatch_freeness(instance: InstanceView, sent: Sent) -> float:
     """Freeness in steps with the whole queue counted, where migration counts its head alone (paper, section 4.4.3)."""
-    sent_blocks = sent.tokens / instance.block_size
-    usage = instance.virtual_usage_blocks - instance.head_of_line_blocks + instance.queued_blocks + sent_blocks
     batch = instance.requests_running + instance.requests_waiting + sent.requests
-    return freeness_steps(instance.blocks_total, usage, batch, instance.block_size)
+    return freeness_steps(instance.blocks_total, _asked_blocks(instance, sent), batch, instance.block_size)
+
+
+def _asked_blocks(instance: InstanceView, sent: Sent) -> float:
+    queued_blocks = instance.queued_blocks - instance.head_of_line_blocks
+    return instance.virtual_usage_blocks + queued_blocks + sent.tokens / instance.block_size

@@ -111,6 +111,6 @@ class Lineup:
         if not self._open_sites:
             return None
         freest = self._standings[min(self._open_sites.values())[1]].site
-        if freest.room.fits(freest.demand_blocks(waiter.tokens)):
+        if not waiter.is_protected and freest.room.fits(freest.demand_blocks(waiter.tokens)):
             return freest
         return best_site(waiter, (self._standings[instance_id].site for instance_id in self._open_sites))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from gateway.policy.usage import freeness_steps
 from gateway.policy.view import ClusterView, InstanceView, ModelGroup
 
 
@@ -14,6 +15,10 @@ class MigrationSettings:
 
     low_freeness_steps: float = 160.0
     high_freeness_steps: float = 480.0
+    guards_destination: bool = False
+    """One that a request of the source's mean size would bring below the low threshold is none."""
+    empties_kept: bool = False
+    """The instance that is kept for a waiting request is a source, however free, and no destination."""
 
 
 def pair_instances(view: ClusterView, current: Mapping[str, str], settings: MigrationSettings) -> dict[str, str]:
@@ -22,19 +27,22 @@ def pair_instances(view: ClusterView, current: Mapping[str, str], settings: Migr
     A pair that still holds is kept, so that a migration under way is not turned round. Otherwise a destination with the
     same KV format comes first, since a move to any other has to recompute; then the freest; ties by id.
     """
+    kept_id = view.kept_id if settings.empties_kept else None
     sources = sorted(
-        (instance for instance in view.instances if _is_source(instance, settings)),
-        key=lambda instance: (instance.freeness_steps, instance.instance_id),
+        (one for one in view.instances if _is_source(one, settings, is_kept=one.instance_id == kept_id)),
+        key=lambda one: (one.instance_id != kept_id, one.freeness_steps, one.instance_id),
     )
-    free = {instance.instance_id: instance for instance in view.instances if _is_destination(instance, settings)}
+    free = {
+        one.instance_id: one for one in view.instances if one.instance_id != kept_id and _is_destination(one, settings)
+    }
     pairs: dict[str, str] = {}
     for source in sources:
-        kept = current.get(source.instance_id)
-        if kept in free and free[kept].can_take_over_from(source):
-            pairs[source.instance_id] = free.pop(kept).instance_id
+        current_id = current.get(source.instance_id)
+        if current_id in free and _can_take(free[current_id], source, settings):
+            pairs[source.instance_id] = free.pop(current_id).instance_id
     alike = _alike(free.values())
     for source in sources:
-        freest = [group[-1] for group in alike if group and group[-1].can_take_over_from(source)]
+        freest = [group[-1] for group in alike if group and _can_take(group[-1], source, settings)]
         if source.instance_id in pairs or not freest:
             continue
         best = min(freest, key=lambda to: (not to.can_take_kv_from(source), -to.freeness_steps, to.instance_id))
@@ -51,11 +59,28 @@ def _alike(destinations: Iterable[InstanceView]) -> list[list[InstanceView]]:
     return list(groups.values())
 
 
-def _is_source(instance: InstanceView, settings: MigrationSettings) -> bool:
+def _can_take(destination: InstanceView, source: InstanceView, settings: MigrationSettings) -> bool:
+    if not destination.can_take_over_from(source):
+        return False
+    if not settings.guards_destination or source.draining:
+        return True
+    usage: float | None = source.blocks_used
+    if usage is None:
+        usage = source.virtual_usage_blocks - source.head_of_line_blocks
+    after = freeness_steps(
+        destination.blocks_total,
+        destination.virtual_usage_blocks + usage / max(source.requests_running, 1),
+        destination.requests_running + 1,
+        destination.block_size,
+    )
+    return after > settings.low_freeness_steps
+
+
+def _is_source(instance: InstanceView, settings: MigrationSettings, *, is_kept: bool) -> bool:
     """A draining instance has a freeness of -inf, so it is one as long as anything runs there."""
     loaded = instance.requests_running + instance.requests_waiting > 0
     answers = instance.managed and instance.healthy and not instance.stale
-    return answers and loaded and instance.freeness_steps < settings.low_freeness_steps
+    return answers and loaded and (is_kept or instance.freeness_steps < settings.low_freeness_steps)
 
 
 def _is_destination(instance: InstanceView, settings: MigrationSettings) -> bool:

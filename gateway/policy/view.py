@@ -46,6 +46,10 @@ class InstanceView:
     room_blocks: int | None = None
     """For the prompt of one more request (policy/waiting.py); ``None``: it does not say."""
     room_places: int = 0
+    protects: bool = False
+    """A request of a class with headroom runs there, and the headroom is counted."""
+    blocks_used: int | None = None
+    """By its requests, without any headroom; ``None``: not known."""
 
     @property
     def usable(self) -> bool:
@@ -65,6 +69,10 @@ class InstanceView:
 @dataclass(frozen=True, slots=True)
 class ClusterView:
     instances: tuple[InstanceView, ...]
+    kept_id: str | None = None
+    """The instance that takes nobody else until the request that has waited longest fits there (policy/waiting.py)."""
+    waiting_tokens: int = 0
+    """Of prompts that wait at the gateways."""
 
 
 def unknown_load(instance_id: str, groups: frozenset[ModelGroup], healthy: bool) -> InstanceView:

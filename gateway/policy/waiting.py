@@ -61,10 +61,14 @@ class Site:
     """Requests that wait there, in its own queue."""
     says_room: bool = True
     """By its own word; else it is taken to have room until it is full."""
+    protects: bool = False
+    """Of its room a part is headroom, for a request that runs there: ``free_blocks`` may be negative by that."""
 
     @property
     def freeness_steps(self) -> float:
-        return freeness_steps(0, -self.free_blocks, self.batch, self.block_size)
+        """Of one that has too little, more load is not shared out: it would make it look freer."""
+        batch = self.batch if self.free_blocks > 0 else 1
+        return freeness_steps(0, -self.free_blocks, batch, self.block_size)
 
     @property
     def is_open(self) -> bool:
@@ -100,7 +104,16 @@ def site(instance: InstanceView, sent: Sent) -> Site:
     blocks = instance.room_blocks - (-(-sent.tokens // instance.block_size))
     left = Room(blocks, instance.room_places - sent.requests)
     queued = instance.requests_waiting  # Nothing is sent there to wait, so what is on its way does not count.
-    return Site(instance.instance_id, left, instance.block_size, instance.blocks_total, free, batch, queued)
+    return Site(
+        instance.instance_id,
+        left,
+        instance.block_size,
+        instance.blocks_total,
+        free,
+        batch,
+        queued,
+        protects=instance.protects,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +126,8 @@ class Waiter:
     tokens: int
     exclude: frozenset[str] = frozenset()
     """Instances that it is not to be sent to."""
+    is_protected: bool = False
+    """Its class has headroom wherever it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +166,8 @@ def allot(waiters: Sequence[Waiter], sites: Iterable[Site], rules: WaitingRules)
     allotted: list[Allotment] = []
     looked_past = 0
     for index, waiter in enumerate(ordered(waiters, rules)):
+        if not open_sites:
+            break
         chosen = best_site(waiter, open_sites.values())
         if chosen is not None:
             open_sites[chosen.instance_id] = taken = chosen.taken(waiter.tokens)
@@ -172,7 +189,21 @@ def best_site(waiter: Waiter, sites: Iterable[Site]) -> Site | None:
         for one in sites
         if one.instance_id not in waiter.exclude and one.room.fits(one.demand_blocks(waiter.tokens))
     ]
+    if waiter.is_protected:
+        # Where there is headroom already it costs no other instance as much again; the fullest, so that few keep it.
+        joined = [one for one in fitting if one.protects and one.free_blocks >= one.demand_blocks(waiter.tokens)]
+        if joined:
+            return min(joined, key=lambda one: (one.free_blocks, one.instance_id))
     return min(fitting, key=lambda one: (-one.freeness_steps, one.instance_id), default=None)
+
+
+def kept_instance(waiters: Iterable[Waiter], sites: Iterable[Site], rules: WaitingRules) -> str | None:
+    """The one that takes nobody else now: the aged first one fits nowhere."""
+    first = next(iter(ordered(waiters, rules)), None)
+    sites = list(sites)
+    if first is None or first.waited_s < rules.aged_s or best_site(first, sites) is not None:
+        return None
+    return _kept_for(first, sites) or None
 
 
 def _kept_for(waiter: Waiter, sites: Iterable[Site]) -> str:

@@ -13,22 +13,28 @@ a report arrives, what a gateway knows of its own dispatches, how long a copy ta
 from __future__ import annotations
 
 import heapq
-from collections import deque
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gateway.policy.decide import Memory, Pair, PolicySettings, Unpair, decide
-from gateway.policy.dispatch import Sent, choose_instance
-from gateway.policy.view import ClusterView, InstanceView
+from gateway.policy.autoscale import Add, Drain, ScaleMemory, ScaleSettings, TakeBack, scale
+from gateway.policy.decide import Memory, Pair, Policy, Unpair, decide
+from gateway.policy.picking import Movable, pick
+from gateway.policy.policies import POLICIES, NamedPolicy
+from gateway.policy.view import InstanceView
+from gateway.policy.waiting import Room
+from gateway.wire import Busy
+from loadtest.sim.admission import judge
 from loadtest.sim.engine import Engine, EngineSettings, Outcome, Request, State
+from loadtest.sim.front import Front
+from loadtest.sim.node import Move, Node, Record
 from loadtest.sim.profile import Profile
-from loadtest.sim.reports import Identity, make_view
+from loadtest.sim.reports import Identity, view_later
 
 MODEL = "simulated"
 STAGES_MAX = 64
-
-Choose = Callable[[ClusterView, Mapping[str, Sent]], str | None]
-"""Dispatch: the id of an instance, or ``None``: the request waits at the gateway until a report comes."""
+UNDONE_WITHIN_S = 10.0
+SCALE_TICK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,9 @@ class ClusterSettings:
     instances: int
     engine: EngineSettings
     profile: Profile
-    policy: PolicySettings = field(default_factory=PolicySettings)
+    policy: NamedPolicy = POLICIES["kvferry"]
+    headroom_blocks: Mapping[int, int] = field(default_factory=dict)
+    """By class; a policy that knows no classes has none."""
     report_interval_s: float = 0.1
     report_delay_s: float = 0.005
     """From an instance to the gateway."""
@@ -44,101 +52,50 @@ class ClusterSettings:
     """The leader's."""
     control_delay_s: float = 0.002
     """From the gateway, or a peer, to an instance."""
-    migrations_out_max: int = 1
     migrations_in_max: int = 4
-    settle_s: float = 1.0
-    """A request that has just moved is not picked again before this; nor is a destination that has refused."""
+    scale: ScaleSettings | None = None
+    cold_start_s: float = 60.0
+    """From the order of an instance to its first report; it costs from the order on."""
+    rest_s: float = 1.0
+    """A pairing whose destination has refused is left alone so long."""
     copies_tail: bool = False
     """The last tokens, which fill no block, are copied as well (Llumnix); else the destination computes them."""
-
-
-@dataclass(slots=True)
-class Record:
-    """What became of one request. Times are in seconds, ``None`` where it did not come to that."""
-
-    request: Request
-    dispatched_at: float | None = None
-    first_token_at: float | None = None
-    finished_at: float | None = None
-    moves: int = 0
-    downtime_s: float = 0.0
-    preemption_loss_s: float = 0.0
-    """From each preemption to the next token."""
-    instance_id: str | None = None
-    lost: bool = False
-    preempted_at: float | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """An instance, and what the gateway knows of it."""
-
-    instance_id: str
-    engine: Engine
-    identity: Identity
-    view: InstanceView | None = None
-    """Of the last report that has arrived."""
-    sent: deque[tuple[float, int]] = field(default_factory=deque)
-    """Time and tokens of dispatches that this report cannot know of."""
-    alive: bool = True
-    draining: bool = False
-    pairing: str | None = None
-    rests_until: float = 0.0
-    moves_out: dict[str, Move] = field(default_factory=dict)
-    moves_in: int = 0
-    settled_at: dict[str, float] = field(default_factory=dict)
-    """Of requests that have moved here: when they may move on."""
-
-
-@dataclass(slots=True, eq=False)
-class Move:
-    """One live migration."""
-
-    request: Request
-    source: Node
-    destination: Node
-    blocks: int
-    """At the destination so far."""
-    preemptions: int
-    stages: int = 0
-    frozen: bool = False
-    over: bool = False
-    copying: bool = False
-
-    @property
-    def reservation_id(self) -> str:
-        return f"{self.source.instance_id}/{self.request.request_id}"
+    looks_ahead: bool = True
+    """Many times faster, with the same result; not with a prefix cache."""
 
 
 class Cluster:
-    def __init__(self, settings: ClusterSettings, choose: Choose | None = None) -> None:
+    def __init__(self, settings: ClusterSettings) -> None:
         self.settings = settings
         self.now = 0.0
         self.nodes: dict[str, Node] = {}
         self.records: dict[str, Record] = {}
-        self.moves_begun = self.moves_done = self.preemptions = 0
-        self._choose = choose or _freest
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self.moves_begun = self.moves_done = self.preemptions = self.busy_answers = 0
+        self._headroom_blocks = settings.headroom_blocks if settings.policy.knows_classes else {}
+        self.front = Front(settings.policy, MODEL, self.nodes, self, self._send, frozenset(self._headroom_blocks))
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._sequence = 0
-        self._waiting: deque[Request] = deque()
-        """At the gateway, since no instance was chosen."""
         self._unfinished = 0
         self._memory = Memory()
         for number in range(settings.instances):
             self.add_instance(offset_s=settings.report_interval_s * number / settings.instances)
-        self.at(0.0, self._tick)
+        if settings.policy.leader.policy is not Policy.NONE:
+            self.at(0.0, self._tick)
+        self._scale_memory = ScaleMemory()
+        if settings.scale is not None:
+            self.at(SCALE_TICK_S, self._scale)
 
     def __repr__(self) -> str:
         return f"<Cluster at {self.now:.3f} s, {len(self.nodes)} instances, {self._unfinished} requests to finish>"
 
     # Time.
 
-    def at(self, time: float, event: Callable[[], None]) -> None:
+    def at(self, time: float, event: Callable[[], object]) -> None:
         """Events at the same time come in the order in which they were put in, so that runs repeat."""
         self._sequence += 1
         heapq.heappush(self._events, (max(time, self.now), self._sequence, event))
 
-    def after(self, delay_s: float, event: Callable[[], None]) -> None:
+    def after(self, delay_s: float, event: Callable[[], object]) -> None:
         self.at(self.now + delay_s, event)
 
     def run(self, requests: Iterable[Request], until_s: float = float("inf")) -> list[Record]:
@@ -162,8 +119,8 @@ class Cluster:
     def add_instance(self, offset_s: float = 0.0) -> Node:
         """Ready ``offset_s`` from now, with its first report."""
         instance_id = f"i{len(self.nodes):04d}"
-        engine = Engine(self.settings.engine, self.settings.profile)
-        node = Node(instance_id, engine, Identity(instance_id, "boot", (MODEL,), "simulated"))
+        engine = Engine(self.settings.engine, self.settings.profile, looks_ahead=self.settings.looks_ahead)
+        node = Node(Identity(instance_id, "boot", (MODEL,), "simulated"), engine, lambda: self.now, self._wake)
         self.nodes[instance_id] = node
         self.after(offset_s, lambda: self._report(node))
         return node
@@ -171,18 +128,22 @@ class Cluster:
     def crash(self, instance_id: str) -> list[Request]:
         """It is gone, with all that ran there, which is returned: resume it with ``restart``, or count it as lost."""
         node = self.nodes[instance_id]
-        node.alive, node.view = False, None
+        engine = node.engine
+        node.alive, node.ended_at = False, self.now
+        node.forget_view()
+        self.front.changed(node)
         for move in [move for other in self.nodes.values() for move in other.moves_out.values()]:
             if node in (move.source, move.destination):
                 self._end_move(move)
-        lost = node.engine.requests()
+        lost = engine.requests()
         for request in lost:
-            node.engine.abort(request.request_id)
+            engine.abort(request.request_id)
         return lost
 
     def restart(self, request: Request) -> None:
         """Dispatch it anew with the tokens that it has: a resume that computes everything again."""
-        self._dispatch(request)
+        request.is_admitted = False
+        self.front.arrived(request)
 
     def lose(self, request: Request) -> None:
         self.records[request.request_id].lost = True
@@ -191,53 +152,74 @@ class Cluster:
     def drain(self, instance_id: str) -> None:
         self.nodes[instance_id].draining = True
 
+    def remove(self, instance_id: str) -> None:
+        """It is empty, and stops."""
+        node = self.nodes[instance_id]
+        assert node.engine.is_empty, node
+        node.alive, node.ended_at = False, self.now
+        node.forget_view()
+        self.front.changed(node)
+
     # The gateway.
 
-    def view(self) -> ClusterView:
-        return ClusterView(tuple(node.view for node in self.nodes.values() if node.view is not None))
-
-    def sent(self) -> dict[str, Sent]:
-        return {
-            instance_id: Sent(len(node.sent), sum(count for _, count in node.sent), len(node.sent))
-            for instance_id, node in self.nodes.items()
-            if node.sent
-        }
-
     def _arrive(self, request: Request, arrivals: Iterable[Request]) -> None:
-        self.records[request.request_id] = Record(request)
-        self._dispatch(request)
+        record = self.records[request.request_id] = Record(request, priority=request.execution_priority)
+        if not self.settings.policy.knows_classes:
+            request.priority = request.execution_priority = 0
+        self.front.arrived(request)
+        assert record.finished_at is None
         self._arrive_next(arrivals)
 
-    def _dispatch(self, request: Request) -> None:
-        if self._waiting or not self._send(request):
-            self._waiting.append(request)
-
-    def _send(self, request: Request) -> bool:
-        chosen = self._choose(self.view(), self.sent())
-        if chosen is None:
-            return False
-        node = self.nodes[chosen]
-        node.sent.append((self.now, request.total_tokens + 1))
+    def _send(self, node: Node, request: Request) -> None:
         record = self.records[request.request_id]
         record.dispatched_at = self.now
-        record.instance_id = chosen
+        record.instance_id = node.instance_id
         self.after(self.settings.control_delay_s, lambda: self._receive(node, request))
-        return True
 
     def _receive(self, node: Node, request: Request) -> None:
         if not node.alive:
             self.restart(request)
             return
-        node.engine.add(request)
+        engine = node.engine
+        if self.front.binds_late:
+            busy = judge(engine, request, self.settings.policy.growth_tokens) if not node.draining else Busy(0, 0, 0)
+            if busy is not None:
+                self.busy_answers += 1
+                said = Room(busy.room_blocks, busy.room_places)
+                self.after(self.settings.control_delay_s, lambda: self.front.returned(node, request, said))
+                return
+            request.is_admitted = True
+        engine.add(request)
         self._kick(node)
 
     def _tick(self) -> None:
-        actions, self._memory = decide(self.view(), self._memory, self.now, self.settings.policy)
+        actions, self._memory = decide(self.front.view(), self._memory, self.now, self.settings.policy.leader)
         for action in actions:
             destination = action.destination_id if isinstance(action, Pair) else None
             assert isinstance(action, (Pair, Unpair))
             self.after(self.settings.control_delay_s, self._pairing(self.nodes[action.source_id], destination))
         self.after(self.settings.tick_s, self._tick)
+
+    def _scale(self) -> None:
+        """Adds, drains, and stops what is drained and empty."""
+        settings = self.settings.scale
+        assert settings is not None
+        for node in self.nodes.values():
+            if node.alive and node.draining and not node.sent and not node.moves_in and node.engine_ahead.is_empty:
+                self.remove(node.instance_id)
+        alive = [node for node in self.nodes.values() if node.alive]
+        starting = sum(node.view is None for node in alive)
+        step, self._scale_memory = scale(self.front.view(), starting, self._scale_memory, self.now, settings)
+        match step:
+            case Add() if len(alive) < settings.instances_max:
+                self.add_instance(offset_s=self.settings.cold_start_s)
+            case Drain():
+                self.nodes[step.instance_id].draining = True
+            case TakeBack() if self.nodes[step.instance_id].alive:
+                self.nodes[step.instance_id].draining = False
+            case _:
+                pass
+        self.after(SCALE_TICK_S, self._scale)
 
     def _pairing(self, node: Node, destination: str | None) -> Callable[[], None]:
         def event() -> None:
@@ -250,55 +232,80 @@ class Cluster:
     def _report(self, node: Node) -> None:
         if not node.alive:
             return
-        view, made_at = make_view(node.engine, node.identity, draining=node.draining), self.now
+        made_at = self.now
+        view = view_later(
+            node.engine_ahead,
+            node.identity,
+            draining=node.draining,
+            headroom_blocks=self._headroom_blocks,
+            now=made_at,
+            says_room=self.front.binds_late,
+            growth_tokens=self.settings.policy.growth_tokens,
+        )
         self.after(self.settings.report_delay_s, lambda: self._reported(node, view, made_at))
         self.after(self.settings.report_interval_s, lambda: self._report(node))
-        self._follow_pairing(node)
+        if node.pairing is not None:
+            self._follow_pairing(node)
 
-    def _reported(self, node: Node, view: InstanceView, made_at: float) -> None:
+    def _reported(self, node: Node, view: Callable[[], InstanceView], made_at: float) -> None:
         if not node.alive:
             return
-        node.view = view
+        node.made_view, node.said_busy = view, None
         arrived_before = made_at - self.settings.control_delay_s
         while node.sent and node.sent[0][0] <= arrived_before:
             node.sent.popleft()
-        while self._waiting and self._send(self._waiting[0]):
-            self._waiting.popleft()
+        self.front.changed(node)
 
     def _follow_pairing(self, node: Node) -> None:
         if node.pairing is None or self.now < node.rests_until:
             return
         destination = self.nodes[node.pairing]
-        while len(node.moves_out) < self.settings.migrations_out_max:
+        while len(node.moves_out) < self.settings.policy.moves_at_once:
             request = self._pick(node)
             if request is None or not self._begin_move(node, destination, request):
                 return
 
     def _pick(self, node: Node) -> Request | None:
-        """Lowest execution priority first, then the shortest (``vllm_plugin.llumlet``)."""
-        movable = [
-            (request.execution_priority, request.total_tokens, request.request_id)
-            for request in node.engine.requests()
-            if (request.state is State.RUNNING or (node.draining and request.state is State.WAITING))
-            and request.request_id not in node.moves_out
-            and node.settled_at.get(request.request_id, 0.0) <= self.now
-        ]
-        return node.engine.get(min(movable)[2]) if movable else None
+        engine = node.engine
+        candidates = []
+        for request in engine.requests():
+            if request.request_id not in node.moves_out and request.state is not State.FROZEN:
+                record = self.records[request.request_id]
+                settled_s = self.now - record.moved_at if record.moved_at is not None else math.inf
+                is_running = request.state is State.RUNNING
+                candidates.append(
+                    Movable(
+                        request.request_id,
+                        request.execution_priority,
+                        request.total_tokens,
+                        is_running,
+                        record.moves,
+                        settled_s,
+                        request.execution_priority in self._headroom_blocks,
+                    )
+                )
+        chosen = pick(candidates, self.settings.policy.picking, draining=node.draining)
+        return engine.get(chosen) if chosen is not None else None
 
     # Steps.
 
     def _kick(self, node: Node) -> None:
         """Something has changed: an idle engine may have something to do."""
-        if node.alive and node.engine.is_idle:
-            self._after_step(node, node.engine.step(self.now))
+        if node.alive and node.engine_ahead.is_idle:
+            self._after_step(node, node.engine_ahead.step(self.now))
 
-    def _step_ends(self, node: Node) -> None:
-        if node.alive:
-            self._after_step(node, node.engine.step(self.now))
+    def _wake(self, node: Node, ends_at: float) -> None:
+        node.steps_at = ends_at
+        self.at(ends_at, lambda: self._step_ends(node, ends_at))
+
+    def _step_ends(self, node: Node, ends_at: float) -> None:
+        if node.alive and node.steps_at == ends_at:
+            node.steps_at = None
+            self._after_step(node, node.engine_ahead.step(self.now))
 
     def _after_step(self, node: Node, outcome: Outcome) -> None:
         if outcome.ends_at is not None:
-            self.at(outcome.ends_at, lambda: self._step_ends(node))
+            self._wake(node, outcome.ends_at)
         for request in outcome.sampled:
             if request.output_tokens == 1 or request.preemptions:
                 self._note_token(self.records[request.request_id])
@@ -307,7 +314,6 @@ class Cluster:
             self.records[request.request_id].preempted_at = self.now
         for request in outcome.finished:
             self.records[request.request_id].finished_at = self.now
-            node.settled_at.pop(request.request_id, None)
             self._unfinished -= 1
         for move in list(node.moves_out.values()):
             if move.request.state is State.ENDED or move.request.preemptions != move.preemptions:
@@ -334,7 +340,7 @@ class Cluster:
         if destination.alive and not destination.draining and destination.moves_in < self.settings.migrations_in_max:
             reservation = destination.engine.reserve(move.reservation_id, request, len(exported.blocks))
         if reservation is None:
-            source.rests_until = self.now + self.settings.settle_s
+            source.rests_until = self.now + self.settings.rest_s
             return False
         self.moves_begun += 1
         source.moves_out[request.request_id] = move
@@ -353,7 +359,7 @@ class Cluster:
         fresh = blocks - move.blocks
         if not move.destination.engine.extend(move.reservation_id, blocks):
             self._end_move(move)
-            move.source.rests_until = self.now + self.settings.settle_s
+            move.source.rests_until = self.now + self.settings.rest_s
             return
         self._count_copy(move, copying=True)
         copy_s = self.settings.profile.copy_s(max(fresh, 0) * self.settings.engine.block_size)
@@ -386,20 +392,25 @@ class Cluster:
         full = request.computed_tokens // size
         if not destination.engine.extend(move.reservation_id, max(full, request.total_tokens // size)):
             self._end_move(move)
-            source.rests_until = self.now + self.settings.settle_s
+            source.rests_until = self.now + self.settings.rest_s
             return
         destination.engine.receive(move.reservation_id, request, full)
         computed = request.computed_tokens if self.settings.copies_tail else None
         assert source.engine.detach(request.request_id)
         assert destination.engine.adopt(move.reservation_id, request, computed)
         record = self.records[request.request_id]
-        record.moves += 1
+        if record.moved_from == destination.instance_id and self.now - (record.moved_at or 0.0) <= UNDONE_WITHIN_S:
+            record.undone += 1
+        record.moves, record.moved_at, record.moved_from = record.moves + 1, self.now, source.instance_id
         record.instance_id = destination.instance_id
         record.downtime_s += self._downtime_s(move)
-        destination.settled_at[request.request_id] = self.now + self.settings.settle_s
         self.moves_done += 1
         self._end_move(move)
         self._kick(destination)
+
+    def instance_s(self) -> float:
+        """Seconds of instances, from their start, cold or not, to their end."""
+        return sum((self.now if one.ended_at is None else one.ended_at) - one.began_at for one in self.nodes.values())
 
     def check_empty(self) -> None:
         """Raises AssertionError unless nothing of what has ended is left anywhere."""
@@ -427,7 +438,3 @@ class Cluster:
         move.copying = copying
         move.source.engine.transfers += change
         move.destination.engine.transfers += change
-
-
-def _freest(view: ClusterView, sent: Mapping[str, Sent]) -> str | None:
-    return choose_instance(view, MODEL, sent)

@@ -25,6 +25,7 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from loadtest.sim import tokens
 from loadtest.sim.blocks import BlockPool
@@ -195,8 +196,7 @@ class Exported:
     preemptions: int
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Numbers for one report, kept up to date so that a look costs next to nothing.
 
     Frozen requests count as running, reservations on their own.
@@ -219,8 +219,29 @@ class _Step:
     ends_at: float
 
 
+AHEAD_STEPS_MAX = 64
+"""More would mostly be thrown away, since something happens before."""
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """The step under way and those after it in which each running request gets one token and nothing else happens.
+
+    They stand here as numbers; :meth:`Engine.catch_up` makes what has passed of them true.
+    """
+
+    ends_at: list[float]
+    blocks: dict[int, list[int]]
+    """Held more than now, by execution priority, once the step of that number has begun."""
+    durations_ms: list[float]
+
+
 class Engine:
-    def __init__(self, settings: EngineSettings, profile: Profile) -> None:
+    def __init__(self, settings: EngineSettings, profile: Profile, *, looks_ahead: bool = False) -> None:
+        """``looks_ahead``: a stretch of steps that only decode is one step to the caller, which must call ``catch_up``
+        before anything but ``step`` and ``load``. Only without prefix cache; the last tokens alone are delivered."""
+        self.looks_ahead = looks_ahead and not settings.prefix_caching
+        self._ahead: _Ahead | None = None
         self.settings = settings
         self.profile = profile
         self.pool = BlockPool(settings.blocks_total, caching=settings.prefix_caching)
@@ -250,12 +271,35 @@ class Engine:
         """End the step that is due, if one is, and begin the next. Early calls change nothing."""
         outcome = Outcome()
         if self._step is not None:
-            if now < self._step.ends_at:
-                outcome.ends_at = self._step.ends_at
+            ends_at = self._step.ends_at if self._ahead is None else self._ahead.ends_at[-1]
+            if now < ends_at:
+                outcome.ends_at = ends_at
                 return outcome
+            self.catch_up(ends_at)
             self._end(self._step, outcome)
         self._begin(now, outcome)
         return outcome
+
+    def catch_up(self, now: float) -> float | None:
+        """Make the steps true that have ended before ``now``. When the one under way ends, if the caller has been told
+        otherwise."""
+        ahead, step = self._ahead, self._step
+        if ahead is None or step is None:
+            return None
+        self._ahead = None
+        done = min(bisect_left(ahead.ends_at, now), len(ahead.ends_at) - 1)
+        if done:
+            size = self.settings.block_size
+            for request in self._running:
+                request.computed_tokens += done
+                request.output_tokens += done
+                if request.computed_tokens + 1 > request._capacity_tokens:
+                    self._hold(request, self.pool.take(-(-(request.computed_tokens + 1) // size) - len(request.blocks)))
+            for duration_ms in ahead.durations_ms[1 : done + 1]:
+                self.step_ms = 0.9 * self.step_ms + 0.1 * duration_ms
+            self.steps += done
+            step.ends_at = ahead.ends_at[done]
+        return step.ends_at
 
     @property
     def is_idle(self) -> bool:
@@ -297,7 +341,7 @@ class Engine:
         Of those that are queued, by all that come before it, and by all that are admitted.
         """
         blocks = self.settings.watermark_blocks if self._running else 0
-        for one in self._running:
+        for one in self._running if self._ahead is None else ():  # Ahead, all of them only decode.
             if one.total_tokens - one.computed_tokens > 1:
                 blocks += max(0, self.settings.blocks_for(one.total_tokens) - len(one.blocks))
         places = len(self._running) + len(self._frozen) + len(self._reservations)
@@ -308,12 +352,22 @@ class Engine:
             places += 1
         return Promised(blocks, places)
 
-    def load(self) -> Load:
+    def load(self, now: float | None = None) -> Load:
+        """``now``: needed by an engine that looks ahead."""
+        free, held = self.pool.free, self._held_blocks
+        if self._ahead is not None and now is not None:
+            ahead = self._ahead
+            done = min(bisect_left(ahead.ends_at, now), len(ahead.ends_at) - 1)
+            held = dict(held)
+            for priority, blocks in ahead.blocks.items():
+                free -= blocks[done]
+                held[priority] += blocks[done]
+        reservations = self._reservations
         return Load(
-            blocks_free=self.pool.free,
-            blocks_reserved=sum(len(reservation.blocks) for reservation in self._reservations.values()),
+            blocks_free=free,
+            blocks_reserved=sum(len(one.blocks) for one in reservations.values()) if reservations else 0,
             running=len(self._running) + len(self._frozen),
-            running_blocks=self._held_blocks,
+            running_blocks=held,
             waiting=len(self._waiting),
             head_of_line_blocks=self.demand_blocks(self._waiting[0][1]) if self._waiting else 0,
             queued_blocks=self._queued_blocks,
@@ -485,6 +539,65 @@ class Engine:
         self.step_ms = duration_ms if self.step_ms == 0.0 else 0.9 * self.step_ms + 0.1 * duration_ms
         self._step = _Step(planned, now + duration_ms / 1000)
         outcome.ends_at = self._step.ends_at
+        if self.looks_ahead and not outcome.admitted and not outcome.preempted:
+            self._look_ahead(self._step, duration_ms)
+            if self._ahead is not None:
+                outcome.ends_at = self._ahead.ends_at[-1]
+
+    def _look_ahead(self, step: _Step, duration_ms: float) -> None:
+        """Up to the step in which one finishes, or before the one for which blocks are missing. What waits could not
+        enter now and cannot meanwhile, since nothing gets freer."""
+        planned, profile, size = step.planned, self.profile, self.settings.block_size
+        count = len(planned)
+        if count != len(self._running):
+            return
+        kv_tokens, steps_max = 0, AHEAD_STEPS_MAX
+        needs: dict[int, list[int]] = {}
+        later: list[tuple[int, int]] = []
+        for request in planned:
+            computed, made = request.computed_tokens, request.output_tokens
+            if not made or request.prompt_tokens + made - computed != 1:
+                return
+            kv_tokens += computed
+            steps_max = min(steps_max, request.output_tokens_max - made)
+            first = request._capacity_tokens - computed  # The step, counted from this one, that needs a new block.
+            slots = needs.get(request.execution_priority)
+            if slots is None:
+                slots = needs[request.execution_priority] = [0] * size
+            if first < size:
+                slots[first] += 1
+            else:
+                later.append((first, request.execution_priority))
+        if steps_max < 2:
+            return
+        later.sort(reverse=True)
+        free, ends_at = self.pool.free, step.ends_at
+        fixed_ms, token_ms, floor_ms = (
+            profile.decode_request_ms * count,
+            profile.decode_kv_token_ms,
+            profile.step_floor_ms,
+        )
+        base_ms, slower = profile.decode_base_ms, 1 + profile.copy_slowdown if self.transfers > 0 else 1.0
+        ahead = _Ahead([ends_at], {priority: [0] for priority in needs}, [duration_ms])
+        for number in range(1, min(steps_max, AHEAD_STEPS_MAX)):
+            while later and later[-1][0] <= number:
+                first, priority = later.pop()
+                needs[priority][first % size] += 1
+            slot = number % size
+            for priority, slots in needs.items():
+                free -= slots[slot]
+                held = ahead.blocks[priority]
+                held.append(held[-1] + slots[slot])
+            if free < 0:
+                break
+            kv_tokens += count
+            duration_ms = base_ms + (fixed_ms + token_ms * kv_tokens)
+            duration_ms = (max(floor_ms, duration_ms)) * slower
+            ends_at += duration_ms / 1000
+            ahead.ends_at.append(ends_at)
+            ahead.durations_ms.append(duration_ms)
+        if len(ahead.ends_at) > 1:
+            self._ahead = ahead
 
     def _plan_running(self, planned: dict[Request, int], outcome: Outcome, budget: int) -> int:
         """Each running request gets its next token, or its next chunk; what is left of the budget."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from gateway import wire
 from gateway.policy.usage import RequestUsage, freeness_steps, virtual_usage_blocks
 from gateway.policy.view import InstanceView, ModelGroup
-from gateway.policy.waiting import Room
+from gateway.policy.waiting import GROWTH_TOKENS, Room
 from loadtest.sim.admission import NO_ROOM, room_for
 from loadtest.sim.engine import Engine, Load
 
@@ -46,7 +46,7 @@ def make_report(
     """As the llumlet in a real server makes it (``vllm_plugin.llumlet``). ``full``: it says that it has no room."""
     room = _room(engine, draining or full)
     load, settings = engine.load(), engine.settings
-    usage = _usage_blocks(load, headroom_blocks, draining)
+    usage = _usage_blocks(load, load.running_blocks, headroom_blocks, draining)
     freeness = freeness_steps(settings.blocks_total, usage, load.running, settings.block_size)
     return wire.Report(
         instance_id=identity.instance_id,
@@ -103,6 +103,7 @@ def view_of(report: wire.Report, *, healthy: bool = True, stale: bool = False) -
         requests_running_max=report.requests_running_max,
         room_blocks=report.room_blocks,
         room_places=report.room_places,
+        blocks_used=max(0, report.blocks_total - report.blocks_free - report.blocks_reserved),
     )
 
 
@@ -114,28 +115,49 @@ def make_view(
     headroom_blocks: Mapping[int, int] = NO_HEADROOM,
 ) -> InstanceView:
     """``view_of(make_report(...))`` in a fifth of the time, for simulations: most of theirs went there."""
-    load, settings = engine.load(), engine.settings
-    usage = _usage_blocks(load, headroom_blocks, draining)
-    room = _room(engine, draining)
-    return InstanceView(
-        identity.instance_id,
-        groups_of(identity.models),
-        True,
-        False,
-        draining,
-        identity.kv_format,
-        settings.block_size,
-        settings.blocks_total,
-        usage,
-        load.head_of_line_blocks,
-        load.queued_blocks,
-        load.running,
-        load.waiting,
-        freeness_steps(settings.blocks_total, usage, load.running, settings.block_size),
-        settings.batch_max,
-        room_blocks=room.blocks,
-        room_places=room.places,
-    )
+    return view_later(engine, identity, draining=draining, headroom_blocks=headroom_blocks)()
+
+
+def view_later(
+    engine: Engine,
+    identity: Identity,
+    *,
+    draining: bool = False,
+    headroom_blocks: Mapping[int, int] = NO_HEADROOM,
+    now: float | None = None,
+    says_room: bool = True,
+    growth_tokens: int = GROWTH_TOKENS,
+) -> Callable[[], InstanceView]:
+    """What is read now, and a view of it made when somebody looks. ``now``: for an engine that looks ahead."""
+    load, settings = engine.load(now), engine.settings
+    running_blocks = dict(load.running_blocks)
+    room = NO_ROOM if draining else room_for(engine, None, growth_tokens, load) if says_room else None
+
+    def make() -> InstanceView:
+        usage = _usage_blocks(load, running_blocks, headroom_blocks, draining)
+        return InstanceView(
+            identity.instance_id,
+            groups_of(identity.models),
+            True,
+            False,
+            draining,
+            identity.kv_format,
+            settings.block_size,
+            settings.blocks_total,
+            usage,
+            load.head_of_line_blocks,
+            load.queued_blocks,
+            load.running,
+            load.waiting,
+            freeness_steps(settings.blocks_total, usage, load.running, settings.block_size),
+            settings.batch_max,
+            room_blocks=room.blocks if room is not None else None,
+            room_places=room.places if room is not None else 0,
+            protects=any(priority in headroom_blocks for priority in running_blocks),
+            blocks_used=max(0, settings.blocks_total - load.blocks_free - load.blocks_reserved),
+        )
+
+    return make
 
 
 @functools.lru_cache(maxsize=64)
@@ -147,9 +169,13 @@ def _room(engine: Engine, takes_nothing: bool) -> Room:
     return NO_ROOM if takes_nothing else room_for(engine)
 
 
-def _usage_blocks(load: Load, headroom_blocks: Mapping[int, int], draining: bool) -> float:
+def _usage_blocks(
+    load: Load, running_blocks: Mapping[int, int], headroom_blocks: Mapping[int, int], draining: bool
+) -> float:
     """A class of running requests counts as one: virtual usage takes sums over them, and a test holds it to that."""
-    usages = [RequestUsage(blocks, 0, False, False, priority) for priority, blocks in load.running_blocks.items()]
+    if not headroom_blocks and not draining:
+        return float(sum(running_blocks.values()) + load.head_of_line_blocks + load.blocks_reserved)
+    usages = [RequestUsage(blocks, 0, False, False, priority) for priority, blocks in running_blocks.items()]
     if load.head_of_line_blocks:
         usages.append(RequestUsage(0, load.head_of_line_blocks, True, True))
     return virtual_usage_blocks(usages, headroom_blocks, draining) + load.blocks_reserved

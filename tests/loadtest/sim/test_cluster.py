@@ -12,22 +12,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.cluster.members import Instance, Members
-from gateway.policy.decide import Policy, PolicySettings
+from gateway.policy.decide import PolicySettings
 from gateway.policy.migration import MigrationSettings
+from gateway.policy.picking import PickRules
+from gateway.policy.policies import POLICIES, NamedPolicy
 from gateway.policy.usage import RequestUsage, virtual_usage_blocks
-from loadtest.sim.cluster import Cluster, ClusterSettings, Record
+from loadtest.sim.cluster import Cluster, ClusterSettings
 from loadtest.sim.engine import Engine, EngineSettings, Prefill, Request
+from loadtest.sim.node import Record
 from loadtest.sim.profile import FAST, LLAMA_7B_A10
 from loadtest.sim.reports import Identity, make_report, make_view, view_of
 from loadtest.sim.tokens import SyntheticPrompt
 
 ENGINE = EngineSettings(blocks_total=60, batch_max=16, step_tokens_max=256, sequence_tokens_max=400)
 PAPER = dataclasses.replace(ENGINE, prefill=Prefill.WHOLE_PROMPT, prefix_caching=False, step_tokens_max=400)
-EAGER = PolicySettings(Policy.LLUMNIX, MigrationSettings(low_freeness_steps=60, high_freeness_steps=120))
+EAGER = MigrationSettings(low_freeness_steps=60, high_freeness_steps=120)
+
+
+def eager(name: str) -> NamedPolicy:
+    """Moves at once and often, so that a few requests are enough to see it."""
+    named = POLICIES[name]
+    leader = PolicySettings(named.leader.policy, EAGER)
+    picking = PickRules(cool_down_s=0.1, moves_max=named.picking.moves_max)
+    return dataclasses.replace(named, leader=leader, picking=picking)
 
 
 def settings(**changes: Any) -> ClusterSettings:
-    values: dict[str, Any] = {"instances": 3, "engine": ENGINE, "profile": FAST.faster(0.1), "policy": EAGER}
+    values: dict[str, Any] = {"instances": 3, "engine": ENGINE, "profile": FAST.faster(0.1), "policy": eager("llumnix")}
     return ClusterSettings(**(values | changes))
 
 
@@ -38,8 +49,16 @@ def workload(seed: int, count: int = 60, rate: float = 40.0) -> list[Request]:
     for index in range(count):
         now += dice.expovariate(rate)
         prompt, output = 1 + min(int(dice.expovariate(1 / 60)), 199), 1 + min(int(dice.expovariate(1 / 60)), 199)
-        priority = dice.choice([0, 0, 0, -100])
-        requests.append(Request(f"r{index}", SyntheticPrompt(index, prompt), output, arrived_at=now, priority=priority))
+        level = dice.choice([0, 0, 0, 1])
+        request = Request(
+            f"r{index}",
+            SyntheticPrompt(index, prompt),
+            output,
+            arrived_at=now,
+            priority=-level,
+            execution_priority=level,
+        )
+        requests.append(request)
     return requests
 
 
@@ -51,19 +70,19 @@ def told(records: list[Record]) -> str:
 @given(
     st.integers(0, 1_000_000),
     st.sampled_from([ENGINE, PAPER]),
-    st.sampled_from(list(Policy)),
+    st.sampled_from(sorted(POLICIES)),
     st.integers(1, 4),
     st.booleans(),
 )
 def test_every_request_ends_every_instance_is_empty_and_a_run_repeats(
-    seed: int, engine: EngineSettings, policy: Policy, at_once: int, crashes: bool
+    seed: int, engine: EngineSettings, policy: str, at_once: int, crashes: bool
 ) -> None:
-    def play() -> str:
+    def play(looks_ahead: bool) -> str:
         cluster = Cluster(
             settings(
                 engine=engine,
-                policy=dataclasses.replace(EAGER, policy=policy),
-                migrations_out_max=at_once,
+                policy=dataclasses.replace(eager(policy), moves_at_once=at_once),
+                looks_ahead=looks_ahead,
                 copies_tail=engine is PAPER,
             )
         )
@@ -84,11 +103,11 @@ def test_every_request_ends_every_instance_is_empty_and_a_run_repeats(
         cluster.check_empty()
         return told(records)
 
-    assert play() == play()
+    assert play(True) == play(True) == play(False)
 
 
 def test_requests_move_away_from_a_full_instance_and_none_does_without_a_policy() -> None:
-    moved, stayed = Cluster(settings()), Cluster(settings(policy=PolicySettings(Policy.NONE)))
+    moved, stayed = Cluster(settings()), Cluster(settings(policy=POLICIES["infaas++"]))
     for cluster in (moved, stayed):
         cluster.run(workload(1, count=150))
     assert moved.moves_done > 0
@@ -97,7 +116,7 @@ def test_requests_move_away_from_a_full_instance_and_none_does_without_a_policy(
 
 
 def test_a_draining_instance_gets_nothing_new_and_what_it_has_moves_away() -> None:
-    cluster = Cluster(settings(migrations_out_max=4))
+    cluster = Cluster(settings(policy=dataclasses.replace(eager("llumnix"), moves_at_once=4)))
     seen: list[int] = []
 
     def look() -> None:

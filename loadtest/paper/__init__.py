@@ -1,0 +1,1 @@
+"""The paper's experiments, and ours beside them, in the simulator."""
