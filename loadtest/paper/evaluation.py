@@ -163,7 +163,9 @@ def _figure_13(rows: Sequence[Row]) -> list[str]:
     chosen = [row for row in rows if row["figure"] == "13"]
     if not chosen:
         return []
-    table: Table = [["CV", "policy", "high: mean s", "P99 s", "prefill P99 s", "normal: mean s", "P99 s", "seeds"]]
+    table: Table = [
+        ["CV", "policy", "high: mean s", "P99 s", "prefill P99 s", "normal: mean s", "P99 s", "requests", "seeds"]
+    ]
     names = (
         "high_request_mean_s",
         "high_request_p99_s",
@@ -176,7 +178,7 @@ def _figure_13(rows: Sequence[Row]) -> list[str]:
             mine = [row for row in chosen if row["cv"] == cv and row["policy"] == policy]
             if mine:
                 values = [_number(mean_of(mine, name, lambda row: True)) for name in names]
-                table.append([f"{cv:g}", policy, *values, str(len(mine))])
+                table.append([f"{cv:g}", policy, *values, _requests(mine), str(len(mine))])
     return ["### Priorities (Fig. 13): S-S at 26 requests/s, a tenth of them high", _markdown(table)]
 
 
@@ -200,6 +202,7 @@ def _figures_14_15(rows: Sequence[Row]) -> list[str]:
                 "mean s",
                 "instances",
                 "instance-hours",
+                "requests",
                 "seeds",
             ]
         ]
@@ -214,7 +217,8 @@ def _figures_14_15(rows: Sequence[Row]) -> list[str]:
                 if mine:
                     names = ("prefill_p99_s", "prefill_mean_s", "instances_mean", "instance_hours")
                     values = [_number(mean_of(mine, name, lambda row: True)) for name in names]
-                    table.append([f"{rate:g}", f"{cv:g}", f"{low:g}", policy, *values, str(len(mine))])
+                    point = [f"{rate:g}", f"{cv:g}", f"{low:g}", policy]
+                    table.append([*point, *values, _requests(mine), str(len(mine))])
         parts += [title, _markdown(table)]
     return parts
 
@@ -226,6 +230,10 @@ def _of(load: str, policy: str, trace: str | None = None) -> Callable[[Row], boo
         and row["policy"] == policy
         and (trace is None or row["trace"] == trace)
     )
+
+
+def _requests(rows: Sequence[Row]) -> str:
+    return f"{min(row['requests'] for row in rows):,}"
 
 
 def _gain(found: Gain | None) -> str:

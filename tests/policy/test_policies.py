@@ -8,12 +8,12 @@ import random
 import pytest
 
 from gateway.policy.decide import Memory, Pair, Policy, PolicySettings, decide
-from gateway.policy.dispatch import Sent, choose_least_loaded, choose_next
+from gateway.policy.dispatch import Sent, choose_least_loaded, choose_next, choose_protecting
 from gateway.policy.migration import MigrationSettings, pair_instances
 from gateway.policy.picking import Movable, PickRules, pick
 from gateway.policy.policies import POLICIES, Start
 from gateway.policy.view import ClusterView
-from gateway.policy.waiting import allot, kept_instance
+from gateway.policy.waiting import allot, best_site, kept_instance
 from tests.policy.test_decide import instance, view
 from tests.policy.test_waiting import RULES, place, waiter
 
@@ -98,3 +98,39 @@ def test_each_named_policy_says_where_a_request_starts_unless_it_waits(name: str
             named.start_at(cluster, "m", {})
     else:
         assert named.start_at(cluster, "m", {}) == "a"
+
+
+def test_a_protected_request_joins_the_fullest_that_keeps_headroom_and_others_stay_away() -> None:
+    sites = [
+        place("none", 50),
+        dataclasses.replace(place("some", 40, free=20), protects=True),
+        dataclasses.replace(place("full", 40, free=10), protects=True),
+    ]
+    small, large = waiter("small", blocks=8), waiter("large", blocks=30)
+    chosen = [best_site(dataclasses.replace(one, is_protected=True), sites) for one in (small, large)]
+    assert [one.instance_id for one in chosen if one is not None] == ["full", "none"]
+    normal = best_site(small, sites)
+    assert normal is not None
+    assert normal.instance_id == "none"
+
+
+def test_at_once_as_well() -> None:
+    protecting = instance("b", 100, virtual_usage_blocks=900, protects=True)
+    cluster = view(instance("a", 900, virtual_usage_blocks=100), protecting)
+    assert choose_protecting(cluster, "m", {}, 16 * 100) == "b"
+    assert choose_protecting(cluster, "m", {}, 16 * 101) is None
+    assert choose_protecting(cluster, "m", {"b": Sent(1, 16)}, 16 * 100) is None
+    assert POLICIES["llumnix"].start_at(cluster, "m", {}, protected_tokens=16) == "b"
+    assert POLICIES["llumnix"].start_at(cluster, "m", {}) == "a"
+
+
+def test_more_load_never_makes_a_full_site_look_freer() -> None:
+    few, many = place("few", 5, free=-10, batch=2), place("many", 5, free=-20, batch=40)
+    assert few.freeness_steps > many.freeness_steps
+
+
+def test_what_has_headroom_is_not_moved_for_its_own_headroom() -> None:
+    protected = Movable("p", 0, 1, True, is_protected=True)
+    assert pick([protected, Movable("n", 1, 9, True)], PickRules()) == "n"
+    assert pick([protected], PickRules()) is None
+    assert pick([protected], PickRules(), draining=True) == "p"
