@@ -19,8 +19,9 @@ OPEN_STATES = {"01": "established", "08": "close_wait"}
 """As /proc/net/tcp has them (include/net/tcp_states.h). A socket in CLOSE_WAIT is one that its owner has forgotten."""
 IDLE_CONNECTIONS_MAX = 8
 """What pools may hold at any moment, by process group: those of probes (three at once), pulses and model lists, one to
-a peer's llumlet, one between KV agents, and a few of each where a stall let several run at once: a pool uses its
-connections by turns, so that none of them stays idle for the five seconds after which it is closed."""
+a peer's llumlet, one between KV agents, a llumlet's two to its own agent, whose ends are both within the group, and a
+few of each where a stall let several run at once: a pool uses its connections by turns, so that none of them stays idle
+for the five seconds after which it is closed."""
 EMPTY_TIMEOUT_S = 20.0
 POLL_INTERVAL_S = 0.25
 

@@ -280,6 +280,13 @@ async def test_an_order_takes_a_new_connection_when_the_agent_has_closed_the_las
     assert await pair.pull([3, 5], [0, 1]) == 2 * 64
 
 
+async def test_a_burst_of_orders_leaves_few_connections(pair: Pair) -> None:
+    await asyncio.gather(*(pair.grant([3], token=f"t{number}") for number in range(8)))
+    assert len(pair.source_client._idle) == transfer.IDLE_CONNECTIONS_MAX
+    await pair.grant([5])
+    await until(pair.source, f"{transfer.IDLE_CONNECTIONS_MAX} connections")
+
+
 async def test_nothing_is_written_after_a_pull_has_been_given_up(pair: Pair) -> None:
     """A slow source: the order times out, the llumlet closes the source and frees the blocks; then the bytes come."""
     listener = socket.create_server((HOST, 0))
