@@ -41,6 +41,8 @@ ENDED_KEPT = 256
 SOCKET_TIMEOUT_S = 10.0
 """For one message or chunk as a whole, however it trickles."""
 IDLE_TIMEOUT_S = 120.0
+IDLE_CONNECTIONS_MAX = 2
+"""Kept by a client, each with a thread of the agent's. A burst of orders opens more, and closes them."""
 ACCEPT_PAUSE_S = 0.1
 CLOSE_TIMEOUT_S = 5.0
 _LENGTH = struct.Struct(">I")
@@ -468,7 +470,10 @@ class AgentClient:
         except BaseException:
             _close(streams)  # An answer may still be on its way: it must not meet the next order.
             raise
-        self._idle.append(streams)
+        if len(self._idle) < IDLE_CONNECTIONS_MAX:
+            self._idle.append(streams)
+        else:
+            _close(streams)
         if "error" in reply:
             raise TransferError(str(reply["error"]))
         return reply
