@@ -521,17 +521,12 @@ class Engine:
     # One step.
 
     def _begin(self, now: float, outcome: Outcome) -> None:
-        if not self._running and not self._waiting:
-            return
-        planned: dict[Request, int] = {}
-        if self.settings.prefill is Prefill.CHUNKED:
-            budget = self._plan_running(planned, outcome, self.settings.step_tokens_max)
-            if not outcome.preempted or not planned:  # A request that finds only itself to preempt leaves room.
-                self._plan_waiting(planned, outcome, budget)
-        else:
-            self._plan_waiting(planned, outcome, self.settings.step_tokens_max)
-            if not planned:
-                self._plan_running(planned, outcome, self.settings.step_tokens_max)
+        planned = self._plan(outcome)
+        preempted = 0
+        while not planned and len(outcome.preempted) > preempted:
+            # One that had to preempt itself has ended the planning, and has left room for the others.
+            preempted = len(outcome.preempted)
+            planned = self._plan(outcome)
         if not planned:
             return
         duration_ms = self._duration_ms(planned)
@@ -543,6 +538,20 @@ class Engine:
             self._look_ahead(self._step, duration_ms)
             if self._ahead is not None:
                 outcome.ends_at = self._ahead.ends_at[-1]
+
+    def _plan(self, outcome: Outcome) -> dict[Request, int]:
+        planned: dict[Request, int] = {}
+        if not self._running and not self._waiting:
+            return planned
+        if self.settings.prefill is Prefill.CHUNKED:
+            budget = self._plan_running(planned, outcome, self.settings.step_tokens_max)
+            if not outcome.preempted or not planned:  # A request that finds only itself to preempt leaves room.
+                self._plan_waiting(planned, outcome, budget)
+        else:
+            self._plan_waiting(planned, outcome, self.settings.step_tokens_max)
+            if not planned:
+                self._plan_running(planned, outcome, self.settings.step_tokens_max)
+        return planned
 
     def _look_ahead(self, step: _Step, duration_ms: float) -> None:
         """Up to the step in which one finishes, or before the one for which blocks are missing. What waits could not
