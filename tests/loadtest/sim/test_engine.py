@@ -487,3 +487,24 @@ def test_tokens_are_the_same_in_every_process() -> None:
     one = Request("r", tokenize("Hello, world, how are you?"), 4, seed=3)
     assert one.prompt_tokens == 7
     assert one.output_token_ids(0, 4) == [10615, 25396, 9511, 22464]
+
+
+@BOTH
+def test_one_that_can_only_preempt_itself_does_not_hold_up_those_behind_it(prefill: Prefill) -> None:
+    engine = Engine(settings(prefill=prefill, prefix_caching=False), FAST)
+    early, late = request("early", 6, 20, arrived_at=0.0), request("late", 7, 20, arrived_at=1.0)
+    engine.add(early)
+    engine.add(late)
+    ends_at = engine.step(0.0).ends_at
+    assert ends_at is not None
+    assert engine.freeze("early")
+    ends_at = engine.step(ends_at).ends_at
+    assert engine.unfreeze("early")  # From now on the later one comes first in the batch.
+    assert engine.reserve("m", request("other", 4), engine.pool.free - 1) is not None
+    outcomes = []
+    while late.preemptions == 0:
+        assert ends_at is not None
+        outcomes.append(engine.step(ends_at))
+        ends_at = outcomes[-1].ends_at
+    assert early.state is State.RUNNING
+    assert ends_at is not None, "the engine would be idle for ever"
