@@ -350,6 +350,9 @@ class FakeInstance:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if self._server is None or not self._server.is_serving():  # It was accepted just before the end.
+            writer.transport.abort()
+            return
         self._connections.add(task)
         try:
             request = await _read_request(reader)

@@ -416,7 +416,7 @@ async def test_an_instance_that_comes_back_is_used_again(start_gateway: StartGat
     async with instances("a") as (a,), start_gateway(a) as running:
         port = int(httpx.URL(a.url).port or 0)
         await a.stop()
-        await until(lambda: running.gateway.members.healthy_count() == 0)
+        await until(lambda: running.gateway.members.healthy_count() == 0, 30)
         assert (await running.chat()).status_code == 503
         a.boot_id = "boot-2"
         a._sequence = 0
