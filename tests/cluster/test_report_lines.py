@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway import wire
-from gateway.cluster.report_lines import REPORT_BYTES_MAX, ReportLines, read_report
+from gateway.cluster.report_lines import REPORT_BYTES_MAX, ReportLines, read_report, read_status
 from tests.cluster.test_views import REPORT as PLAIN
 
 REPORT = {**PLAIN.to_json(), "migrations_ended": wire.MigrationTotals(committed=3).to_json()}
@@ -45,6 +45,25 @@ def test_a_report_is_read_as_its_contract_says(changes: dict[str, Any], missing:
             read_report(line)
     else:
         assert read_report(line) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"blocks_free": 2**54},
+        {"freeness_steps": -1e300},
+        {"running_by_priority": {"0": 2**60}},
+        {"migrations_ended": {"bytes_sent": 2**60}},
+    ],
+)
+def test_a_number_that_nobody_can_count_with_is_refused_wherever_it_stands(changes: dict[str, Any]) -> None:
+    report = {**REPORT, **changes}
+    with pytest.raises(wire.WireError):
+        wire.Report.from_json(report)
+    with pytest.raises(wire.WireError):
+        read_report(json.dumps(report).encode())
+    with pytest.raises(wire.WireError):
+        read_status(json.dumps({"report": report, "requests": []}).encode())
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"a":' * 100_000])
