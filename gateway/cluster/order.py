@@ -36,8 +36,8 @@ LATE = 1.5
 """A wait for Redis is cut into pieces. One that this process was itself late for says nothing of it: see limits.py."""
 
 # KEYS: gateways, then order and details of a model. ARGV[2]: a gateway's life in ms. One that seems to live for longer
-# is from a clock that has been set since: it says so again if it lives.
-_CLOCK = (
+# is from a clock that has been set since: it says so again if it lives. An entry whose gateway does not live goes.
+_BEGIN = (
     OWN
     + """
 own(KEYS[1], 'zset')
@@ -47,6 +47,15 @@ local clock = redis.call('TIME')
 local now = (tonumber(clock[1]) - 1672531200) * 1e6 + tonumber(clock[2])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('%.0f', now))
 redis.call('ZREMRANGEBYSCORE', KEYS[1], string.format('(%.0f', now + tonumber(ARGV[2]) * 1000), '+inf')
+local alive = {}
+local function details_of(id)
+  local details = redis.call('HGET', KEYS[3], id)
+  local gateway = details and string.match(details, '^(%S+)') or ''
+  if alive[gateway] == nil then alive[gateway] = redis.call('ZSCORE', KEYS[1], gateway) and true or false end
+  if alive[gateway] then return details end
+  redis.call('ZREM', KEYS[2], id)
+  redis.call('HDEL', KEYS[3], id)
+end
 """
 )
 
@@ -57,7 +66,7 @@ redis.call('ZREMRANGEBYSCORE', KEYS[1], string.format('(%.0f', now + tonumber(AR
 # Returns {now in us, number of entries, id, score, details, id, ...}: the first ones in order, and each class's oldest.
 # An entry keeps its score when it is told again, unless the clock was set by more than a second meanwhile.
 _LOOK = (
-    _CLOCK
+    _BEGIN
     + """
 local span = 1e15
 redis.call('ZADD', KEYS[1], string.format('%.0f', now + tonumber(ARGV[2]) * 1000), ARGV[1])
@@ -77,17 +86,12 @@ for i = at, #ARGV do
   redis.call('ZREM', KEYS[2], ARGV[i])
   redis.call('HDEL', KEYS[3], ARGV[i])
 end
-local answer, shown, alive = {string.format('%.0f', now), 0}, {}, {}
+local answer, shown = {string.format('%.0f', now), 0}, {}
 local function show(found)
   for i = 1, #found, 2 do
     local id = found[i]
-    local details = redis.call('HGET', KEYS[3], id)
-    local gateway = details and string.match(details, '^(%S+)') or ''
-    if alive[gateway] == nil then alive[gateway] = redis.call('ZSCORE', KEYS[1], gateway) and true or false end
-    if not alive[gateway] then
-      redis.call('ZREM', KEYS[2], id)
-      redis.call('HDEL', KEYS[3], id)
-    elseif not shown[id] then
+    local details = details_of(id)
+    if details and not shown[id] then
       shown[id] = true
       answer[#answer + 1], answer[#answer + 2], answer[#answer + 3] = id, found[i + 1], details
     end
@@ -111,22 +115,13 @@ SPAN_US = 10**15
 # KEYS: as above. ARGV: -, a gateway's life in ms, number of entries to look at. Returns how many wait. Those of
 # gateways that have died do not count: none of them if no other is left, else none of those that are looked at.
 _COUNT = (
-    _CLOCK
+    _BEGIN
     + """
 if redis.call('ZCARD', KEYS[1]) == 0 then
   redis.call('DEL', KEYS[2], KEYS[3])
   return 0
 end
-local alive = {}
-for _, id in ipairs(redis.call('ZRANGE', KEYS[2], 0, tonumber(ARGV[3]) - 1)) do
-  local details = redis.call('HGET', KEYS[3], id)
-  local gateway = details and string.match(details, '^(%S+)') or ''
-  if alive[gateway] == nil then alive[gateway] = redis.call('ZSCORE', KEYS[1], gateway) and true or false end
-  if not alive[gateway] then
-    redis.call('ZREM', KEYS[2], id)
-    redis.call('HDEL', KEYS[3], id)
-  end
-end
+for _, id in ipairs(redis.call('ZRANGE', KEYS[2], 0, tonumber(ARGV[3]) - 1)) do details_of(id) end
 return redis.call('ZCARD', KEYS[2])
 """
 )
