@@ -318,8 +318,14 @@ class Pool:
         return await connection.ask(_encoded(head), body)
 
     def close(self) -> None:
+        self.retire()
+        for connection in [*self._used]:
+            connection.abort()
+
+    def retire(self) -> None:
+        """Nothing new is asked on its connections; what is under way on them goes on."""
         self._closed = True
-        for connection in [*self._used, *self._idle]:
+        for connection in self._idle:
             connection.abort()
         self._idle.clear()
 

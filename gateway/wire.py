@@ -28,6 +28,9 @@ RESUME_HEADER = "x-kvferry-resume"
 """On a resumed leg's request: the id under which the llumlet holds (or will hold) the output tokens so far."""
 RESUMED_HEADER = "x-kvferry-resumed"
 """On a resumed leg's reply: ``<resume_id> <output_tokens>``; the body carries only what follows that many tokens."""
+BOOT_HEADER = "x-kvferry-boot"
+"""On every reply to a managed request: the :attr:`Report.boot_id` of whoever answers. A gateway may not know it yet;
+an older plugin does not say it."""
 MOVED_HEADER = "x-kvferry-moved"
 """On a non-streamed reply (409) of an instance that the request has left: ``<migration_id> <destination> <tokens>``."""
 

@@ -51,6 +51,8 @@ class Exchange:
     def __init__(self, instance: FakeInstance, request: Received, writer: asyncio.StreamWriter) -> None:
         self.instance = instance
         self.request = request
+        self.boot_id = instance.boot_id
+        """Of the life that answers."""
         self.client_gone = asyncio.Event()
         self._writer = writer
         self._chunked = False
@@ -65,6 +67,7 @@ class Exchange:
         chunked: bool = True,
     ) -> None:
         lines = [f"HTTP/1.1 {status} X", f"content-type: {content_type}", "connection: close"]
+        lines += [f"{wire.BOOT_HEADER}: {self.boot_id}"] if self.instance.has_plugin else []
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         self._chunked = chunked
         lines += ["transfer-encoding: chunked"] if chunked else []

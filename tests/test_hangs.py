@@ -9,10 +9,11 @@ import time
 import pytest
 
 from gateway.config import Budgets
+from gateway.serving.watch import TOLD_S
 from gateway.wire import MOVED_HEADER
 from tests.conftest import INTERVALS, StartGateway, until
 from tests.fake_instance import Exchange, FakeInstance, Generation, Script, generate, instances, token_ids
-from tests.scripts import gone, moved, normal, prebind, silent, starts_and_waits
+from tests.scripts import gone, in_turn, moved, normal, prebind, silent, starts_and_waits
 
 BUDGETS = Budgets(hang_s=0.6, header_grace_s=0.05)
 QUICK = dataclasses.replace(INTERVALS, report_stale_s=0.6)
@@ -145,6 +146,33 @@ async def test_an_instance_that_was_restarted_without_a_word_is_no_longer_waited
         a.script = reborn
         async with asyncio.timeout(60):
             assert normal(await running.stream()) == unmoved
+
+
+async def test_what_a_restarted_instance_does_before_anybody_knows_it_goes_on(start_gateway: StartGateway) -> None:
+    """F46: the new life answers at once, to a request that was opened at the old one. When it is discovered, with
+    connections of its own, the reply is its own, and may be as silent as any."""
+    known = asyncio.Event()
+
+    async def new_life(exchange: Exchange) -> None:
+        exchange.instance.boot_id = exchange.boot_id = "boot-2"
+        exchange.instance._sequence = 0
+        generation = Generation(exchange.request)
+        await exchange.start()
+        await exchange.send(*generation.upto(3))
+        await known.wait()
+        await asyncio.sleep(2 * TOLD_S)
+        await exchange.send(*generation.rest(3))
+        await exchange.finish()
+
+    async with instances("a") as (a,), start_gateway(a) as running:
+        unmoved = normal(await running.stream())
+        a.script = in_turn(new_life, generate)
+        streaming = asyncio.create_task(running.stream())
+        await until(lambda: running.gateway.members.all()[0].instance.boot_id == "boot-2")
+        assert (await running.chat()).status_code == 200
+        known.set()
+        assert normal(await streaming) == unmoved
+        assert len(a.received) == 3
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -83,7 +83,7 @@ class ManagedRequests:
             await error_response(410, str(reason), "resume_failed")(scope, receive, send)
             return
         try:
-            await Reply(self._app, session).run(scope, receive, send)
+            await Reply(self._app, session, llumlet.boot_id).run(scope, receive, send)
         finally:
             llumlet.close_session(session)
 
@@ -91,8 +91,9 @@ class ManagedRequests:
 class Reply:
     """The reply to one managed request, and the few bytes that kvferry adds to it or keeps back from it."""
 
-    def __init__(self, app: ASGIApp, session: Session) -> None:
+    def __init__(self, app: ASGIApp, session: Session, boot_id: str) -> None:
         self._app = app
+        self._boot_header = (wire.BOOT_HEADER.encode(), boot_id.encode())
         self._session = session
         self._lock = asyncio.Lock()
         self._send: Send | None = None
@@ -164,6 +165,7 @@ class Reply:
 
     async def _on_start(self, message: Message) -> None:
         headers = Headers(raw=message["headers"])
+        message = {**message, "headers": [*message["headers"], self._boot_header]}
         self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
         waits = self._session.incoming is not None or self._session.starts_now
         if not waits or message["status"] != 200:

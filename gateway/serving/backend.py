@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -91,6 +92,7 @@ class Leg:
         release: Callable[[], None],
     ) -> None:
         self.instance = instance
+        """The life that was asked; from its head on, the one that answers."""
         self.instance_id = instance.instance_id
         self.resumption = resumption
         self.head_budget_s: float | None = None
@@ -135,6 +137,9 @@ class Leg:
     async def head(self) -> Head:
         """The instance's verdict."""
         response = await self._response()
+        boot_id = response.headers.get(wire.BOOT_HEADER, "")
+        if self.instance.managed and wire.is_identifier(boot_id) and boot_id != self.instance.boot_id:
+            self.instance = dataclasses.replace(self.instance, boot_id=boot_id)
         return Head(response.status, response.headers)
 
     async def read(self, sink: Sink | None = None) -> bytes:
@@ -314,11 +319,13 @@ class Backend:
         self._pools.clear()
 
     def _pool(self, instance: Instance) -> Pool:
-        """The instance's own; a restarted one gets a new one, for nothing of its old connections is of use."""
+        """The instance's own; a restarted one gets a new one. What is under way on the old one may be the new life's
+        all the same: it answers at its address before anybody here has heard of it."""
         known = self._pools.get(instance.instance_id)
         if known is not None and known[0] == instance:
             return known[1]
-        self._drop_pool(instance.instance_id)
+        if known is not None:
+            known[1].retire()
         pool = Pool(instance.url, self._connections_max, self._budgets.connect_s, KEEP_ALIVE_S)
         self._pools[instance.instance_id] = (instance, pool)
         return pool

@@ -263,7 +263,7 @@ class Exchange:
     async def _reply(
         self, asked: Asked, reply: Reply, form: Form, arrival: Arrival | None, watching: asyncio.Task[None]
     ) -> None:
-        headers = {}
+        headers = {wire.BOOT_HEADER: self._llumlet.identity.boot_id} if self._site.has_plugin else {}
         if arrival is None:
             try:
                 self._instance.submit(reply)

@@ -50,7 +50,7 @@ async def reply_of(plugin: SimpleNamespace, *, fails: bool) -> Sent:
     async def receive() -> MutableMapping[str, Any]:
         raise AssertionError("nobody reads the request here")
 
-    await plugin.managed.Reply(application, session).run({"type": "http", "headers": []}, receive, keep)
+    await plugin.managed.Reply(application, session, "boot-1").run({"type": "http", "headers": []}, receive, keep)
     return sent
 
 
@@ -59,6 +59,7 @@ async def test_an_output_that_comes_before_the_reply_is_opened_is_not_lost(plugi
     start, *bodies = await reply_of(plugin, fails=False)
     assert (start["type"], start["status"]) == ("http.response.start", 200)
     assert dict(start["headers"])[b"x-kvferry-resumed"] == b"m 2"
+    assert dict(start["headers"])[b"x-kvferry-boot"] == b"boot-1"
     assert b"".join(body["body"] for body in bodies) == b"newnewer"
 
 
@@ -118,7 +119,7 @@ async def started_now(plugin: SimpleNamespace, front: Front, *, stream: bool, n:
     async def receive() -> MutableMapping[str, Any]:
         raise AssertionError("nobody reads the request here")
 
-    await plugin.managed.Reply(application, session).run({"type": "http", "headers": []}, receive, keep)
+    await plugin.managed.Reply(application, session, "boot-1").run({"type": "http", "headers": []}, receive, keep)
     return sent
 
 
@@ -182,7 +183,10 @@ async def test_a_full_instance_says_so_before_it_reads_the_prompt(
         return plugin.session.Session(request_id, None, None)
 
     llumlet = SimpleNamespace(
-        why_full=lambda: wire.Busy(None, 0, 5), open_session=open_session, close_session=lambda session: None
+        boot_id="boot-1",
+        why_full=lambda: wire.Busy(None, 0, 5),
+        open_session=open_session,
+        close_session=lambda session: None,
     )
     owner = SimpleNamespace(settings=SimpleNamespace(secret="s"), llumlet=llumlet)
     all_headers = {wire.SECRET_HEADER: "s", wire.REQUEST_ID_HEADER: "r"} | headers
