@@ -187,6 +187,10 @@ class Dispatcher:
     def in_flight(self, instance_id: str) -> int:
         return self._in_flight[instance_id]
 
+    def all_in_flight(self) -> dict[str, int]:
+        """This gateway's, by instance id; those without any are left out."""
+        return dict(self._in_flight)
+
     def forget(self, is_known: Callable[[str], object]) -> None:
         """What was sent to instances that are no more, and models that nobody has asked for since the last time."""
         self._lineups = {model: lineup for model, lineup in self._lineups.items() if model in self._asked}
