@@ -24,6 +24,11 @@ class Key:
     limits: KeyLimits | None = None
     priority_max: PriorityClass = PriorityClass.HIGH
 
+    @property
+    def short_id(self) -> str:
+        """Tells it from all others, those without a name too. Not for logs."""
+        return self.sha256[:16].hex()
+
 
 ANYONE = Key("", b"")
 
@@ -35,6 +40,10 @@ class Keys:
         self._plain = [Key("", digest(key.encode())) for key in plain]
         self._keys = [*self._plain, *named]
         self._open = open_if_empty and not self._keys
+
+    @property
+    def are_several(self) -> bool:
+        return len(self._keys) > 1
 
     def replace_named(self, named: Sequence[Key]) -> None:
         """The keys file has changed. What runs goes on. This never opens the gateway to everyone."""

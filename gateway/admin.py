@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,6 +20,7 @@ from gateway.cluster.store import Store
 from gateway.cluster.targets import Targets, read_url
 from gateway.counters import Counters
 from gateway.errors import BadRequest, BodyTimeout, Conflict, GatewayError, LlumletRefused, NotFound, TooLarge
+from gateway.gateways import Gateways
 from gateway.requests import Found, Requests
 from gateway.scheduler.drain import Drains
 from gateway.scheduler.executor import Executor
@@ -43,6 +44,7 @@ class Admin:
         members: Members,
         dispatcher: Dispatcher,
         requests: Requests,
+        gateways: Gateways,
         targets: Targets,
         discovery: Discovery,
         store: Store,
@@ -55,6 +57,7 @@ class Admin:
         self._members = members
         self._dispatcher = dispatcher
         self._requests = requests
+        self._gateways = gateways
         self._targets = targets
         self._discovery = discovery
         self._store = store
@@ -63,12 +66,16 @@ class Admin:
         self._drains = drains
         self._counters = counters
 
-    def instances(self) -> dict[str, Any]:
+    async def instances(self) -> dict[str, Any]:
+        """``complete``: all gateways that live have said what they have in flight."""
+        seen = await self._gateways.look()
         return {
             "gateway": self._gateway_id,
             "leading": self._leader.is_leading,
+            "gateways": seen.gateways,
+            "complete": seen.complete,
             "counters": self._counters.to_json(),
-            "instances": [self._instance(member) for member in self._members.all()],
+            "instances": [self._instance(member, seen.in_flight) for member in self._members.all()],
             "addresses": [
                 {"url": url, "source": self._targets.source(url), "state": self._discovery.state(url)}
                 for url in self._targets.urls()
@@ -183,11 +190,13 @@ class Admin:
             raise _no_request(request_id)
         return source, found
 
-    def _instance(self, member: Member) -> dict[str, Any]:
+    def _instance(self, member: Member, all_in_flight: Mapping[str, int]) -> dict[str, Any]:
         now = time.monotonic()
         report = member.report
+        instance_id = member.instance.instance_id
+        in_flight = all_in_flight.get(instance_id, 0)
         return {
-            "id": member.instance.instance_id,
+            "id": instance_id,
             "url": member.instance.url,
             "source": self._targets.source(member.instance.url),
             "boot_id": member.instance.boot_id,
@@ -197,17 +206,17 @@ class Admin:
             "reason": member.reason or member.health.ejected_why,
             "stale": self._members.is_stale(member, now),
             "draining": member.draining,
-            "empty": None if report is None else self._is_empty(member.instance.instance_id, report),
+            "empty": None if report is None else in_flight == 0 and _is_empty(report),
             "report_age_ms": None if report is None else round((now - member.reported_at) * 1000),
-            "in_flight": self._dispatcher.in_flight(member.instance.instance_id),
+            "in_flight": in_flight,
+            "in_flight_here": self._dispatcher.in_flight(instance_id),
             "report": None if report is None else report.to_json(),
             "load": None if member.load is None else dataclasses.asdict(member.load),
         }
 
-    def _is_empty(self, instance_id: str, report: Report) -> bool:
-        """As far as this gateway and the last report know."""
-        running = report.requests_running + report.requests_waiting + report.migrations_in
-        return running == 0 and self._dispatcher.in_flight(instance_id) == 0
+
+def _is_empty(report: Report) -> bool:
+    return report.requests_running + report.requests_waiting + report.migrations_in == 0
 
 
 def _with_plugin(instance: Instance) -> Instance:
@@ -230,7 +239,7 @@ def build_admin_app(admin: Admin) -> FastAPI:
 
     @app.get("/admin/instances")
     async def instances() -> Response:
-        return _Json(admin.instances())
+        return _Json(await admin.instances())
 
     @app.get("/admin/requests")
     async def requests() -> Response:

@@ -34,7 +34,8 @@ class Admission:
     def terms(self, key: Key, headers: Sequence[tuple[bytes, bytes]], work: Work = Work.GENERATES) -> Terms:
         name = PRIORITY_HEADER.encode()
         asked = next((value.decode("latin-1") for header, value in headers if header == name), None)
-        return Terms(self._caps, key.priority_max, asked, self._sends_priority, work)
+        key_id = key.short_id if self._keys.are_several else ""
+        return Terms(self._caps, key.priority_max, asked, self._sends_priority, work, key_id)
 
     @contextlib.asynccontextmanager
     async def admitted(self, key: Key, request_id: str, asked: Asked, reply: Reply) -> AsyncIterator[None]:

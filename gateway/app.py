@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -24,12 +24,14 @@ from gateway.cluster.pulse import Pulse
 from gateway.cluster.records import Records
 from gateway.cluster.replicas import Replicas
 from gateway.cluster.reports import RETRY_MOST_S, ReportReader
+from gateway.cluster.resolver import resolve
 from gateway.cluster.responses import StoredResponses
 from gateway.cluster.store import Store
-from gateway.cluster.targets import Resolve, Targets, resolve
+from gateway.cluster.targets import Resolve, Targets
 from gateway.config import Settings
 from gateway.counters import Counters
 from gateway.errors import ConfigError, ShuttingDown, Unauthorized
+from gateway.gateways import QUESTION, Gateways
 from gateway.keys_file import KeysFile
 from gateway.metrics import MetricsPage
 from gateway.policy.decide import PolicySettings
@@ -157,12 +159,21 @@ class Gateway:
         admission = Admission(api_keys, self.limiter, settings.caps, sends_priority=settings.sends_priority)
         self._routes = Routes(server, forwarder, self.members, admission, settings.limits, self.counters, self._tracer)
         own_requests = OwnRequests(self.sessions, self.deadlines)
-        self.replicas = Replicas(self.gateway_id, self.store, self.records, self.targets, own_requests.answer)
+        self.replicas = Replicas(self.gateway_id, self.store, self.records, self.targets, self._answer)
+        self._own_requests = own_requests
+        self.gateways = Gateways(
+            self.gateway_id,
+            self.replicas,
+            self.dispatcher.all_in_flight,
+            lambda: self.leader.is_leading,
+            lambda: self.store.up,
+        )
         admin = Admin(
             self.gateway_id,
             self.members,
             self.dispatcher,
             Requests(self.gateway_id, own_requests, self.replicas, self.store),
+            self.gateways,
             self.targets,
             self.discovery,
             self.store,
@@ -258,6 +269,10 @@ class Gateway:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_BEAT_S):
                 await self.replicas.beat()
+
+    async def _answer(self, kind: str, words: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Another gateway's question."""
+        return self.gateways.own() if kind == QUESTION else await self._own_requests.answer(kind, words)
 
     def _reported(self) -> None:
         self.dispatcher.reported()

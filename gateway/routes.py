@@ -182,6 +182,7 @@ class Routes:
             endpoint.dialect,
             model=body.model,
             priority_class=body.asked.priority_class,
+            key_id=body.asked.key_id,
             needs_room=endpoint.work is Work.GENERATES,
             stream=body.stream,
             load_bytes=len(body.upstream),
@@ -207,6 +208,7 @@ class Routes:
             incoming.endpoint.dialect,
             model=form.model,
             priority_class=asked.priority_class,
+            key_id=asked.key_id,
             needs_room=True,
             stream=form.stream,
         )

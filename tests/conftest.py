@@ -19,7 +19,7 @@ import uvicorn
 
 from gateway.app import Gateway
 from gateway.cluster.health import HealthSettings
-from gateway.cluster.targets import resolve
+from gateway.cluster.resolver import resolve
 from gateway.config import Budgets, Intervals, Settings
 from gateway.server import server_config
 from loadtest.redis_server import RedisServer

@@ -17,6 +17,10 @@ class CuttingProxy:
         self.refusing = False
         self.passes = asyncio.Event()
         self.passes.set()
+        self.answers_pass = asyncio.Event()
+        """Cleared: what comes from the target does not, though the target hears all: a cut in one direction."""
+        self.answers_pass.set()
+        self.answers_late_s = 0.0
         self.port = 0
         self.url = ""
 
@@ -29,6 +33,7 @@ class CuttingProxy:
             yield self
         finally:
             self.passes.set()
+            self.answers_pass.set()
             server.close()
             self.cut()
 
@@ -53,19 +58,25 @@ class CuttingProxy:
         pair = {writer, upstream_writer}
         self._writers |= pair
         try:
-            await asyncio.gather(self._pump(reader, upstream_writer), self._pump(upstream_reader, writer))
+            await asyncio.gather(self._pump(reader, upstream_writer), self._pump(upstream_reader, writer, back=True))
         finally:
             self._writers -= pair
             for end in pair:
                 end.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, back: bool = False) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):
-                await self.passes.wait()
+                await self._gate(back)
                 writer.write(data)
                 await writer.drain()
-        await self.passes.wait()
+        await self._gate(back)
         if writer.can_write_eof() and not writer.transport.is_closing():
             with contextlib.suppress(OSError):
                 writer.write_eof()
+
+    async def _gate(self, back: bool) -> None:
+        await self.passes.wait()
+        if back:
+            await asyncio.sleep(self.answers_late_s)
+            await self.answers_pass.wait()

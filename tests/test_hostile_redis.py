@@ -218,6 +218,7 @@ ANSWERS: list[Any] = [
     *(None, [], 5, {"shown": 5}, {"shown": {}}, {"shown": {"state": 1, "moves": 3}, "group": [1]}, {"shown": []}),
     *({"requests": 1, "recent": [], "running": 0}, {"requests": [1], "recent": [], "running": "x"}),
     {"cancelled": "yes"},
+    *({"leading": 1, "in_flight": {}}, {"leading": True, "in_flight": {"a": -1}}, {"leading": True, "in_flight": [1]}),
 ]
 
 
@@ -244,6 +245,7 @@ async def test_another_gateways_answer_that_cannot_be_read_is_none(
                 answer = await running.admin(method, f"/admin/requests{path}")
                 assert answer.status_code in (200, 404), (words, answer.text)
                 assert answer.json().get("complete") is not True
+            assert (await running.admin("GET", "/admin/instances")).json()["complete"] is False, words
         order = {"request": "x", "destination": "a"}
         assert (await running.admin("POST", "/admin/migrate", json=order)).status_code == 404
         answering.cancel()

@@ -25,6 +25,7 @@ LAYERS = {
     "scheduler": {"scheduler", "cluster", "policy", "wire", "errors", "telemetry", "counters"},
     "config_sources": {"errors"},
     "requests": {"cluster", "serving", "policy", "errors", "telemetry"},
+    "gateways": {"cluster", "wire", "errors"},
     "connection": set[str](),
     "wire": set[str](),
     "errors": set[str](),

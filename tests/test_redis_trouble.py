@@ -71,6 +71,23 @@ async def swallowed(server: RedisServer, proxy: CuttingProxy) -> AsyncIterator[N
 
 
 @contextlib.asynccontextmanager
+async def deaf(server: RedisServer, proxy: CuttingProxy) -> AsyncIterator[None]:
+    """It hears the gateways and does what they say, and they do not hear it."""
+    proxy.answers_pass.clear()
+    yield
+    proxy.cut()
+    proxy.answers_pass.set()
+
+
+@contextlib.asynccontextmanager
+async def slow(server: RedisServer, proxy: CuttingProxy) -> AsyncIterator[None]:
+    """Every answer comes, later than a request may wait for it."""
+    proxy.answers_late_s = 0.4
+    yield
+    proxy.answers_late_s = 0.0
+
+
+@contextlib.asynccontextmanager
 async def emptied(server: RedisServer, proxy: CuttingProxy) -> AsyncIterator[None]:
     """Restarted without its data, faster than anybody looks."""
     async with redis.Redis.from_url(server.url) as client:
@@ -157,7 +174,7 @@ async def is_whole(one: Running, other: Running, request_id: str, instance_ids: 
     )
 
 
-@pytest.mark.parametrize("trouble", [frozen, gone, swallowed, emptied, full, failed_over])
+@pytest.mark.parametrize("trouble", [frozen, gone, swallowed, deaf, slow, emptied, full, failed_over])
 @pytest.mark.slow
 async def test_streams_and_requests_go_on_and_everything_is_back_soon_after(
     trouble: Any,

@@ -181,3 +181,24 @@ async def test_a_model_of_the_same_name_that_is_another_one_takes_no_request_of_
                 order = {"request": request_id, "destination": "b"}
                 answer = await other.admin("POST", "/admin/migrate", json=order)
                 assert assert_openai_error(answer, 409)["code"] == "model_not_served"
+
+
+async def test_what_all_gateways_have_in_flight_at_an_instance_is_told_by_any(start_gateway: StartGateway) -> None:
+    """So an instance counts as empty only when nobody has anything there."""
+    async with instances("a") as (a,), start_gateway(a) as one, start_gateway(a) as other:
+        a.script = starts_and_waits
+        await knows_each_other(one, other)
+
+        async def told(running: Running) -> tuple[Any, ...]:
+            shown = (await running.admin("GET", "/admin/instances")).json()
+            (instance,) = shown["instances"]
+            return shown["complete"], instance["in_flight"], instance["in_flight_here"], instance["empty"]
+
+        async with streaming(one), streaming(one), streaming(other):
+            await until_true(lambda: is_told(told, one, (True, 3, 2, False)))
+            await until_true(lambda: is_told(told, other, (True, 3, 1, False)))
+        await until_true(lambda: is_told(told, one, (True, 0, 0, True)))
+
+
+async def is_told(told: Any, running: Running, expected: tuple[Any, ...]) -> bool:
+    return bool(await told(running) == expected)

@@ -306,6 +306,26 @@ async def test_so_many_wait_and_the_next_is_turned_away(start_gateway: StartGate
         assert {(await task).status_code for task in [first, *tasks]} == {200}
 
 
+async def test_the_bound_is_on_what_waits_at_all_gateways(start_gateway: StartGateway) -> None:
+    limits = Limits(queue_per_instance=2)
+    async with (
+        instances("a") as (a,),
+        start_gateway(a, budgets=PATIENT, limits=limits) as one,
+        start_gateway(a, budgets=PATIENT, limits=limits) as two,
+    ):
+        engine = Engine(a, places=0)
+        await heard(one, engine)
+        await heard(two, engine)
+        tasks = await wait_in_turn(one, ("n1", NORMAL), ("n2", NORMAL))
+        await until(lambda: two.gateway.waiting.length(MODEL) == 2, 30)
+        refused = await two.chat(user="n3")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        engine.places = 1
+        engine.report()
+        await drained(engine, 2)
+        assert {(await task).status_code for task in tasks} == {200}
+
+
 async def test_a_request_waits_so_long_and_no_longer(start_gateway: StartGateway) -> None:
     budgets = Budgets(header_grace_s=0.05, instance_wait_s=15, order_s=15, room_wait_s=0.3)
     async with instances("a") as (a,), start_gateway(a, budgets=budgets) as running:

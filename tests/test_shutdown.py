@@ -138,6 +138,38 @@ async def test_lease_and_records_are_given_up_at_the_end(redis_url: str) -> None
     await store.close()
 
 
+async def test_replicas_are_replaced_one_after_the_other_and_no_stream_breaks(redis_url: str) -> None:
+    """F53: a rolling restart. Of those that went nothing stays in Redis."""
+    go = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        generation = Generation(exchange.request)
+        await exchange.start()
+        await exchange.send(*generation.upto(2))
+        await go.wait()
+        await exchange.send(*generation.rest(2))
+        await exchange.finish()
+
+    patient = {"accept_s": 0.0, "grace_s": 600.0}
+    async with instances("a") as (a,), ending(redis_url, a, **patient) as one, ending(redis_url, a, **patient) as two:
+        a.script = script
+        streams = [asyncio.create_task(gateway.chat(stream=True)) for gateway in (one, two) for _ in range(10)]
+        await until(lambda: len(a.exchanges) == 20, 30)
+        one.server.handle_exit(signal.SIGTERM, None)
+        await until(lambda: not one.server.servers[0].is_serving())
+        async with ending(redis_url, a, **patient) as new:
+            two.server.handle_exit(signal.SIGTERM, None)
+            await until(lambda: not two.server.servers[0].is_serving())
+            streams.append(asyncio.create_task(new.chat(stream=True)))
+            await until(lambda: len(a.exchanges) == 21, 30)
+            go.set()
+            assert all(reply.content.endswith(b"data: [DONE]\n\n") for reply in await asyncio.gather(*streams))
+            await asyncio.wait({one.serving, two.serving}, timeout=30)
+            await until(lambda: new.gateway.leader.is_leading, 30)
+            await until(lambda: not new.gateway.replicas.others, 30)
+            assert not new.gateway.dispatcher.in_flight("a")
+
+
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_the_command_ends_well_after_one_signal_and_at_once_after_two(signals: int, redis_url: str) -> None:
     """The real process: a stream is under way, and its grace is long."""

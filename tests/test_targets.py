@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
+import socket
+import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,8 +17,9 @@ import pytest
 import pytest_asyncio
 
 from gateway.cluster import keys, targets
+from gateway.cluster.members import Members
 from gateway.cluster.store import Store
-from gateway.cluster.targets import read_name, read_url
+from gateway.cluster.targets import Targets, read_name, read_url
 from gateway.config import Intervals
 from loadtest.processes import free_port
 from tests.conftest import INTERVALS, Running, StartGateway, chat_body, until, until_true
@@ -122,6 +127,60 @@ async def test_a_resolver_that_hangs_is_asked_once_and_holds_up_nothing(
             assert names.asked == 1
             names.answers.set()
             await until(lambda: known(running) == {"a", "b"})
+
+
+async def test_names_that_hang_hold_up_no_other_name(
+    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's look-up cannot be called off: more of them than there are threads to share would stop all others."""
+    ends, look_up = threading.Event(), socket.getaddrinfo
+
+    def hangs(host: Any, *arguments: Any, **named: Any) -> Any:
+        if str(host).startswith("hangs-"):
+            ends.wait()
+            raise OSError("it has hung")
+        return look_up(host, *arguments, **named)
+
+    monkeypatch.setattr(targets, "RESOLVE_S", 0.5)
+    monkeypatch.setattr(socket, "getaddrinfo", hangs)
+    hanging = tuple(f"dns://hangs-{number}:1" for number in range(40))
+    try:
+        async with instances("a") as (a,):
+            names = (*hanging, f"dns://localhost:{urlsplit(a.url).port}")
+            async with start_gateway(instance_urls=names) as running:
+                await until(lambda: known(running) == {"a"})
+                await asyncio.get_running_loop().getaddrinfo("localhost", 1)  # As for Redis, in the shared threads.
+                assert (await running.chat()).status_code == 200
+    finally:
+        ends.set()
+
+
+async def test_of_a_name_with_more_addresses_than_are_followed_so_many_are() -> None:
+    """Each once, and never more of them, though the name tells others every time."""
+    followed: Counter[str] = Counter()
+
+    async def follow(url: str) -> None:
+        followed[url] += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            followed[url] -= 1
+
+    rounds = itertools.count()
+
+    async def tells(host: str, port: int) -> Sequence[str]:
+        first = 1_000 * next(rounds)
+        return [f"http://10.0.{number // 250}.{number % 250}:1" for number in range(first, first + 3_000)]
+
+    one = Targets(("dns://many:1",), Members(10.0), lambda url: [follow(url)], lambda instance_id: 0, tells)
+    for _ in range(4):
+        one._names[0].asked_at = None
+        await one.resolve_names()
+        await asyncio.sleep(0)
+        assert len(one.urls()) == targets.ADDRESSES_MAX
+        await until(lambda: sorted(followed.elements()) == sorted(one.urls()))
+    await one.stop()
+    assert followed.total() == 0
 
 
 async def test_an_instance_that_is_added_or_removed_at_one_gateway_is_so_at_all_and_after_a_restart(

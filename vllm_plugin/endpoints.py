@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from gateway import wire
 from vllm_plugin import compat
-from vllm_plugin.handshake import Abort, Commit, Refused, Reserve, Stage
+from vllm_plugin.handshake import NOT_COPIED, Abort, Commit, Refused, Reserve, Stage
 from vllm_plugin.llumlet import Llumlet, NoSuchRequest, start_data_plane
 from vllm_plugin.managed import ManagedRequests, error_response, has_secret
 from vllm_plugin.scheduler import KvferryScheduler
@@ -104,8 +104,10 @@ def guarded(plugin: KvferryEndpoints, handler: Handler) -> Callable[[Request], A
             return error_response(400, str(error), "bad_message")
         except NoSuchRequest as error:
             return error_response(404, f"no managed request {error} is here", "request_not_found")
-        except (Refused, TransferError) as error:
+        except Refused as error:
             return error_response(409, str(error), "cannot_move")
+        except TransferError as error:
+            return error_response(409, str(error), NOT_COPIED)
         return answer if isinstance(answer, Response) else JSONResponse(answer)
 
     return route

@@ -17,6 +17,14 @@ class Refused(Exception):
     """The other side, or this one, does not go on with a migration; the message is the reason."""
 
 
+class NotCopied(Refused):
+    """The destination could not fetch the blocks."""
+
+
+NOT_COPIED = "not_copied"
+"""The code of that answer."""
+
+
 class Fence:
     """The newest lease of a leader that has given orders here; 0: none has."""
 
@@ -59,8 +67,9 @@ class Peer:
             raise Refused(f"the destination did not answer {step}: {error!r}") from error
         if response.status != 200 or not isinstance(answer, dict):
             error_body = answer.get("error") if isinstance(answer, dict) else None
-            reason = error_body.get("message") if isinstance(error_body, dict) else None
-            raise Refused(str(reason or f"the destination answered {step} with status {response.status}"))
+            said = error_body if isinstance(error_body, dict) else {}
+            kind = NotCopied if said.get("code") == NOT_COPIED else Refused
+            raise kind(str(said.get("message") or f"the destination answered {step} with status {response.status}"))
         return answer
 
 

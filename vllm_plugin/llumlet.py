@@ -24,6 +24,7 @@ from vllm_plugin import __version__, compat, metrics
 from vllm_plugin.handshake import Commit, Destination, Fence, Peer, Refused, Reserve, Stage, read_agents
 from vllm_plugin.incoming import Incoming
 from vllm_plugin.outgoing import Migration
+from vllm_plugin.pairs import RESTS_S, Pairs
 from vllm_plugin.session import Session
 from vllm_plugin.settings import (
     COMMIT_TIMEOUT_S,
@@ -93,6 +94,7 @@ class Llumlet:
         self._staying: Counter[str] = Counter()
         """Of the engine's counts of requests that cannot move, those that are on the metrics page."""
         self._migrations_ended = wire.MigrationTotals()
+        self._pairs = Pairs()
         self._readers = 0
         """Gateways that read the reports now."""
         self._sequence = 0
@@ -374,7 +376,8 @@ class Llumlet:
             raise Refused("the request is moving already")
         if len(self._outgoing) >= MIGRATIONS_OUT_MAX:
             raise Refused("too many requests are moving already")
-        kv_format = self._data.kv_format if order.method != "recompute" else None
+        copies = order.method != "recompute" and self._pairs.copies(order.destination_id)
+        kv_format = self._data.kv_format if copies else None
         migration = Migration(
             session,
             self.instance_id,
@@ -395,9 +398,18 @@ class Llumlet:
             result = await migration.run()
         finally:
             del self._outgoing[migration.request_id]
+        self._note_copy(migration, result)
         metrics.migrated(result)
         self._migrations_ended = self._migrations_ended.plus(result)
         return result
+
+    def _note_copy(self, migration: Migration, result: wire.MigrationResult) -> None:
+        destination_id = result.destination_id
+        if result.bytes_sent and result.outcome == "committed":
+            self._pairs.copied(destination_id)
+        elif migration.could_not_copy and self._pairs.failed(destination_id):
+            why = result.reason
+            logger.warning("moves to %s copy no blocks for the next %.0f s: %s", destination_id, RESTS_S, why)
 
     def _peer(self, destination: Destination, migration_id: str) -> Peer:
         assert self._http is not None

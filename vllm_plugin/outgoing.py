@@ -16,7 +16,7 @@ from typing import Any
 
 from gateway import wire
 from vllm_plugin import compat
-from vllm_plugin.handshake import Destination, Fetched, Peer, Refused, Reserved
+from vllm_plugin.handshake import Destination, Fetched, NotCopied, Peer, Refused, Reserved
 from vllm_plugin.incoming import Engine
 from vllm_plugin.session import Session
 from vllm_plugin.settings import (
@@ -80,6 +80,8 @@ class Migration:
         self._copy = False
         self._preemptions = 0
         self._final_ms = 0.0
+        self.could_not_copy = False
+        """Of its own blocks, or its peer of them: it has failed by that."""
         self._started = time.monotonic()
         self._stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -105,6 +107,7 @@ class Migration:
                 reason = self._stopped.result()
         except (Refused, TransferError, wire.WireError) as refusal:
             reason = str(refusal)
+            self.could_not_copy = isinstance(refusal, NotCopied | TransferError)
         except Exception as error:  # Whatever it was: the request goes on here, and nothing is left at the peer.
             logger.exception("migration %s of %s failed", self.migration_id, self.request_id)
             reason = f"internal error: {type(error).__name__}"

@@ -46,7 +46,8 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def look(client: AdminClient) -> dict[str, Any]:
-    """Instances as the leader sees them, or the first gateway that answers. Its keys are what --json promises."""
+    """Instances as the leader sees them, or the first gateway that answers; and all gateways that those know of, also
+    by other addresses than those that were given. Its keys are what --json promises."""
     gateways: list[dict[str, Any]] = []
     views: list[dict[str, Any]] = []
     failures: list[CommandFailed] = []
@@ -60,11 +61,26 @@ def look(client: AdminClient) -> dict[str, Any]:
         gateways.append({"id": answer.get("gateway"), "url": url, "leading": leading, "error": None})
     if not views:
         raise CommandFailed(failures[0].status, " ".join(failure.message for failure in failures))
+    gateways += _known(views, {one["id"] for one in gateways})
     return {
         "leader": next((one["id"] for one in gateways if one["leading"]), None),
         "gateways": gateways,
         "instances": [instance(one) for one in entries(views[0], "instances")],
     }
+
+
+def _known(views: list[dict[str, Any]], shown: set[str | None]) -> list[dict[str, Any]]:
+    """Gateways of which the others tell: workers behind the same port, and replicas whose address was not given. One
+    that several have asked in vain has not answered; one that has answered one of them has."""
+    known: dict[str, dict[str, Any]] = {}
+    for one in (one for view in views for one in (entries(view, "gateways") if "gateways" in view else ())):
+        gateway_id = one.get("id")
+        if isinstance(gateway_id, str) and gateway_id not in shown:
+            error = None if one.get("answered") else "has not answered the other gateways"
+            entry = {"id": gateway_id, "url": None, "leading": bool(one.get("leading")), "error": error}
+            if error is None or gateway_id not in known:
+                known[gateway_id] = entry
+    return [known[one] for one in sorted(known)]
 
 
 def text(seen: dict[str, Any]) -> str:

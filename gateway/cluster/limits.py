@@ -16,7 +16,7 @@ from typing import Any
 
 from gateway.cluster import keys
 from gateway.cluster.budget import answered_within
-from gateway.cluster.store import OWN, ScriptCall, Store
+from gateway.cluster.store import LAPSE, OWN, ScriptCall, Store
 from gateway.counters import Counters
 from gateway.errors import StoreUnavailable
 from gateway.policy.limits import WINDOW_S, Granted, KeyLimits, Ledger, Refused
@@ -39,10 +39,10 @@ local window = {WINDOW_S}
 # KEYS: requests, tokens, running. ARGV: request id, requests and tokens a minute, concurrent requests (-1: no limit),
 # tokens asked for, life of a place in ms, life of a window in s.
 # Returns {second, requests left, tokens left} or {-1 - the number of the limit, seconds to wait}.
-# Asked again for a request that is in already, it counts nothing twice. What cannot have been counted here goes; so
-# does a place that seems to last longer than any may, from a clock that has been set since: it is renewed if in use.
+# Asked again for a request that is in already, it counts nothing twice. What cannot have been counted here goes.
 _ADMIT = (
     OWN
+    + LAPSE
     + _WINDOW
     + """
 own(KEYS[1], 'hash')
@@ -73,8 +73,7 @@ local function wait(total, ages, room)
 end
 local requests_max, tokens_max, running_max = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local asked = tonumber(ARGV[5])
-redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now_ms)
-redis.call('ZREMRANGEBYSCORE', KEYS[3], '(' .. now_ms + ARGV[6], '+inf')
+lapse(KEYS[3], now_ms, ARGV[6])
 local requests, request_ages = count(KEYS[1])
 local tokens, token_ages = count(KEYS[2])
 if not redis.call('ZSCORE', KEYS[3], ARGV[1]) then

@@ -238,8 +238,9 @@ class Members:
         """Nothing new is sent there, whichever instance answers there from now on; or it is again."""
         (self._leaving.add if leaving else self._leaving.discard)(url)
         for member in self._at(url):
-            member.leaving = leaving
-            self._views.changed(member.instance.instance_id)
+            if member.leaving != leaving:
+                member.leaving = leaving
+                self._views.changed(member.instance.instance_id)
 
     def answered(self, url: str) -> None:
         """It has said who it is and what it serves, whether that is of use or not."""

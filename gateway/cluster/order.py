@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.cluster import keys
-from gateway.cluster.store import OWN, ScriptCall, Store
+from gateway.cluster.budget import answered_within
+from gateway.cluster.store import LAPSE, OWN, ScriptCall, Store
 from gateway.counters import Counters
 from gateway.errors import StoreUnavailable
 from gateway.telemetry import log
@@ -30,23 +31,19 @@ COUNTED_AT_ONCE = 1_000
 PUT_AT_ONCE = 1_000
 """Entries that one look should tell at most; the next one tells the others."""
 RETRY_S = 0.5
-LOOKS = 5
-LOOKS_MAX = 25
-LATE = 1.5
-"""A wait for Redis is cut into pieces. One that this process was itself late for says nothing of it: see limits.py."""
 
-# KEYS: gateways, then order and details of a model. ARGV[2]: a gateway's life in ms. One that seems to live for longer
-# is from a clock that has been set since: it says so again if it lives. An entry whose gateway does not live goes.
+# KEYS: gateways, then order and details of a model. ARGV[2]: a gateway's life in ms. An entry whose gateway does not
+# live goes.
 _BEGIN = (
     OWN
+    + LAPSE
     + """
 own(KEYS[1], 'zset')
 own(KEYS[2], 'zset')
 own(KEYS[3], 'hash')
 local clock = redis.call('TIME')
 local now = (tonumber(clock[1]) - 1672531200) * 1e6 + tonumber(clock[2])
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('%.0f', now))
-redis.call('ZREMRANGEBYSCORE', KEYS[1], string.format('(%.0f', now + tonumber(ARGV[2]) * 1000), '+inf')
+lapse(KEYS[1], now, ARGV[2] * 1000)
 local alive = {}
 local function details_of(id)
   local details = redis.call('HGET', KEYS[3], id)
@@ -228,7 +225,7 @@ class SharedOrder:
         """``None``, and from now on alone, if no answer comes within the budget."""
         asking = asyncio.create_task(self._run(calls), name="waiting")
         try:
-            if not await self._comes_in_time(asking):
+            if not await answered_within(asking, self._budget_s):
                 self._asking = asking
                 self._trip("no answer in time")
                 return None
@@ -239,16 +236,6 @@ class SharedOrder:
             self._trip(str(asking.exception()))
             return None
         return asking.result()
-
-    async def _comes_in_time(self, asking: asyncio.Task[list[Any]]) -> bool:
-        look_s, counted = self._budget_s / LOOKS, 0
-        for _ in range(LOOKS_MAX):
-            begun_at = time.monotonic()
-            await asyncio.wait({asking}, timeout=look_s)
-            counted += time.monotonic() - begun_at < LATE * look_s
-            if asking.done() or counted == LOOKS:
-                break
-        return asking.done()
 
     async def _run(self, calls: list[ScriptCall]) -> list[Any]:
         asked_at = time.monotonic()

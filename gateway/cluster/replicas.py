@@ -83,13 +83,15 @@ class Replicas:
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
 
-    async def ask(self, gateways: Collection[str], kind: str, words: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    async def ask(
+        self, gateways: Collection[str], kind: str, words: Mapping[str, Any], wait_s: float | None = None
+    ) -> dict[str, Mapping[str, Any]]:
         """By gateway, the answers that came in time. Raises :class:`StoreUnavailable`."""
         if not gateways:
             return {}
         call_id, answers = uuid.uuid4().hex, dict[str, Mapping[str, Any]]()
         async with self._asking:
-            ends_at = time.monotonic() + ANSWER_WAIT_S
+            ends_at = time.monotonic() + (ANSWER_WAIT_S if wait_s is None else wait_s)
             call = {"id": call_id, "kind": kind, "words": words}
             await asyncio.gather(*(self._store.call(gateway_id, call) for gateway_id in gateways))
             while len(answers) < len(gateways) and (left_s := ends_at - time.monotonic()) > 0:

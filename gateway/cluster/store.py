@@ -41,6 +41,15 @@ end
 """Before a script: what stands under one of our names (keys.py) and is of another type is nothing of ours, and would
 fail the script at every try. It goes."""
 
+LAPSE = """
+local function lapse(key, now, life)
+  redis.call('ZREMRANGEBYSCORE', key, '-inf', string.format('%.0f', now))
+  redis.call('ZREMRANGEBYSCORE', key, string.format('(%.0f', now + life), '+inf')
+end
+"""
+"""For scripts with a sorted set by the time at which each entry lapses: those go whose time has come, and those that
+seem to last for longer than any may. The latter are from a clock that has been set since: who lives says so again."""
+
 # KEYS: leader, token counter. ARGV: gateway id, lease in ms, the highest token seen anywhere, the highest that can be.
 # Returns the fencing token, or 0 if another one leads. A Redis that has lost its memory goes on from what was seen; so
 # does a holder whose token is not the highest, since nobody would take its orders. What is no lease, or no count of
@@ -113,10 +122,10 @@ return 1
 )
 
 # KEYS: epoch, gateways, targets. ARGV: a new epoch, its life in ms, gateway id, its life in ms, most gateways.
-# Returns the epoch, the gateways that live, and the operators' orders about addresses. A gateway that seems to live for
-# longer than any may is from a clock that has been set since: it says so again if it lives.
+# Returns the epoch, the gateways that live, and the operators' orders about addresses.
 _BEAT = (
     OWN
+    + LAPSE
     + """
 own(KEYS[1], 'string')
 own(KEYS[2], 'zset')
@@ -124,8 +133,7 @@ own(KEYS[3], 'hash')
 local clock = redis.call('TIME')
 local now_ms = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
 if not redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now_ms)
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '(' .. now_ms + ARGV[4], '+inf')
+lapse(KEYS[2], now_ms, ARGV[4])
 redis.call('ZADD', KEYS[2], now_ms + ARGV[4], ARGV[3])
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
 local gateways = redis.call('ZREVRANGE', KEYS[2], 0, ARGV[5] - 1)

@@ -11,7 +11,6 @@ import asyncio
 import ipaddress
 import logging
 import re
-import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -72,13 +71,6 @@ def read_name(url: str) -> str:
     if parts.scheme != DNS_SCHEME or not parts.hostname or not parts.port or parts.path or parts.query:
         raise ValueError("must be like dns://name:port")
     return url
-
-
-async def resolve(host: str, port: int) -> Sequence[str]:
-    """URLs of all its addresses. Raises ``OSError``."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    hosts = sorted({str(address[0]) for *_, address in found})
-    return [f"http://[{one}]:{port}" if ":" in one else f"http://{one}:{port}" for one in hosts]
 
 
 def _is_order(url: str, order: str) -> bool:
@@ -211,7 +203,7 @@ class Targets:
         """A name that nobody can tell anything of changes nothing."""
         try:
             fresh = answered.result()
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:
             self._changes("dns", "unknown", target=name.url, reason=str(error), level=logging.WARNING)
             return
         fresh = fresh[:ADDRESSES_MAX]

@@ -61,6 +61,8 @@ class Terms:
     sends_priority: bool = True
     """Off for instances that refuse any ``priority`` but 0."""
     work: Work = Work.GENERATES
+    key_id: str = ""
+    """Of the key, where there is another one to share with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class Asked:
     priority: int | None
     chosen: bool
     estimate: Estimate
+    key_id: str = ""
+    """Whose place it takes where requests wait; empty where nobody has to share."""
 
 
 def read_asked(fields: Mapping[str, Any], body_bytes: int, terms: Terms) -> Asked:
@@ -81,7 +85,7 @@ def read_asked(fields: Mapping[str, Any], body_bytes: int, terms: Terms) -> Aske
     granted = max(chosen if chosen is not None else PriorityClass.NORMAL, terms.priority_max)
     tells = terms.sends_priority and terms.work is not Work.PREPARES and granted != PriorityClass.NORMAL
     priority = int(granted) if tells else None
-    return Asked(granted, priority, chosen is not None, _estimate(fields, body_bytes, terms.work))
+    return Asked(granted, priority, chosen is not None, _estimate(fields, body_bytes, terms.work), terms.key_id)
 
 
 def _chosen_class(tier: Any, header: str | None) -> PriorityClass | None:

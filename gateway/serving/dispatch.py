@@ -128,8 +128,12 @@ class Dispatcher:
 
     def check_depth(self, lineup: Lineup, waiting: int) -> None:
         """As for :meth:`choose`, where requests wait at the gateways: raises :class:`Overloaded`."""
-        if lineup and (waiting + lineup.queued_at_sites >= self._queue_max * len(lineup) or lineup.is_full):
+        if lineup and (self.places_left(lineup, waiting) <= 0 or lineup.is_full):
             raise _overloaded()
+
+    def places_left(self, lineup: Lineup, waiting: int) -> int:
+        """So many more requests may wait, there or at the gateways."""
+        return self._queue_max * len(lineup) - waiting - lineup.queued_at_sites
 
     def models(self) -> list[str]:
         """All that an instance is known to serve."""
@@ -182,6 +186,10 @@ class Dispatcher:
 
     def in_flight(self, instance_id: str) -> int:
         return self._in_flight[instance_id]
+
+    def all_in_flight(self) -> dict[str, int]:
+        """This gateway's, by instance id; those without any are left out."""
+        return dict(self._in_flight)
 
     def forget(self, is_known: Callable[[str], object]) -> None:
         """What was sent to instances that are no more, and models that nobody has asked for since the last time."""

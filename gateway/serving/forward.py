@@ -66,6 +66,7 @@ class Forward:
     dialect: Dialect
     model: str | None = None
     priority_class: PriorityClass = PriorityClass.NORMAL
+    key_id: str = ""
     needs_room: bool = False
     """It generates, and so waits while no instance has room."""
     stream: bool = False
@@ -163,7 +164,7 @@ class Forwarder:
         if forward.needs_room:
             request_id, size = forward.call.request_id, forward.load_bytes
             return await self._waiting.start(
-                self._waiting.ticket(request_id, forward.model, forward.priority_class, size)
+                self._waiting.ticket(request_id, forward.model, forward.priority_class, size, forward.key_id)
             )
         return await self._waiting.choose(forward.model, is_new=True)
 

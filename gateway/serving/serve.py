@@ -113,7 +113,9 @@ class Server:
         body = session.body
         if session.ticket is None:
             asked, size = body.asked, len(session.call.body)
-            session.ticket = self._waiting.ticket(session.request_id, body.model, asked.priority_class, size)
+            session.ticket = self._waiting.ticket(
+                session.request_id, body.model, asked.priority_class, size, asked.key_id
+            )
         instance = await self._waiting.start(session.ticket, session.failed_instances, is_new=kind == "first")
         log("dispatch", level=logging.DEBUG, request=session.request_id, instance=instance.instance_id)
         session.group = self._members.group(instance.instance_id, session.body.model)

@@ -26,6 +26,7 @@ from gateway.policy.lineup import Lineup
 from gateway.policy.view import ModelGroup
 from gateway.policy.waiting import Site, Waiter, WaitingRules, allot
 from gateway.serving.dispatch import Dispatcher
+from gateway.serving.shares import Shares
 from gateway.wire import Busy, PriorityClass
 
 TICK_S = 0.05
@@ -57,6 +58,8 @@ class Ticket:
     priority_class: PriorityClass
     tokens: int
     """Of its prompt: a guess, until an instance has said better."""
+    key_id: str = ""
+    """With whom it shares a part of the line (shares.py)."""
     since: float = field(default_factory=time.monotonic)
     exclude: frozenset[str] = frozenset()
     busies: int = 0
@@ -108,6 +111,7 @@ class Waiting:
         self._binds_late = binds_late
         self._decisions = counters.distribution("decision_seconds")
         self._waiters = 0
+        self._shares = Shares()
         self._lines: dict[str | None, dict[str, Ticket]] = {}
         """Own tickets by model, in the order in which they came."""
         self._left: dict[str | None, dict[str, float]] = {}
@@ -121,12 +125,15 @@ class Waiting:
 
     # What a request calls.
 
-    def ticket(self, request_id: str, model: str | None, priority_class: PriorityClass, body_bytes: int) -> Ticket:
-        return Ticket(request_id, model, priority_class, body_bytes // GUESS_BYTES_PER_TOKEN)
+    def ticket(
+        self, request_id: str, model: str | None, priority_class: PriorityClass, body_bytes: int, key_id: str
+    ) -> Ticket:
+        return Ticket(request_id, model, priority_class, body_bytes // GUESS_BYTES_PER_TOKEN, key_id)
 
     async def start(self, ticket: Ticket, exclude: Collection[str] = (), *, is_new: bool = True) -> Instance:
         """Where the request is to be sent now. Raises :class:`Overloaded` when too many wait or it has waited for too
-        long, and else like :meth:`Dispatcher.choose`. Redis is not asked while there is room and nobody waits."""
+        long, :class:`LimitReached` when too many of its key do, and else like :meth:`Dispatcher.choose`. Redis is not
+        asked while there is room and nobody waits."""
         model, ticket.exclude = ticket.model, frozenset(exclude)
         began_at = time.perf_counter()
         lineup = self._lineup(model, ticket.exclude)
@@ -140,7 +147,10 @@ class Waiting:
                 self._note_wait(ticket)
                 self._decisions.observe(time.perf_counter() - began_at)
                 return instance
-        with self._place_in_line(ticket) as chosen:
+        if is_new and not ticket.has_waited:
+            places_left = self._dispatcher.places_left(lineup, self.length(model))
+            self._shares.check(ticket.key_id, min(places_left, self._limits.waiters_max - self._waiters))
+        with self._place_in_line(ticket) as chosen, self._shares.taken(ticket.key_id):
             instance = await chosen
         self._note_wait(ticket)
         return instance

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import json
 import os
@@ -15,8 +16,9 @@ from gateway.cli.command import main
 from gateway.cli.output import table
 from loadtest.processes import free_port
 from tests.cli.conftest import Kvferry
-from tests.conftest import ADMIN_KEY, Running, StartGateway, until, until_true
+from tests.conftest import ADMIN_KEY, INTERVALS, Running, StartGateway, until, until_true
 from tests.fake_instance import FakeInstance, instances, metrics_page
+from tests.test_replicas import knows_each_other
 
 INSTANCE_KEYS = {
     *("id", "url", "source", "state", "reason", "models", "freeness_steps", "requests_running", "requests_waiting"),
@@ -119,11 +121,11 @@ async def test_a_gateway_that_is_gone_or_ends_is_a_line_of_the_table_and_no_fail
     async with instances("a") as (a,), start_gateway(a) as running, start_gateway(a) as ending:
         ending.gateway.refuse_new()
         seen = (await kvferry("status", "--url", f"{ending.url},{running.url}", "--json")).json
-        assert [bool(one["error"]) for one in seen["gateways"]] == [True, False]
+        assert [bool(one["error"]) for one in seen["gateways"] if one["url"]] == [True, False]
         assert "shutting down" in (await kvferry("status", "--url", ending.url)).fails(1)
         ran = await kvferry("status", "--url", f"{gone},{running.url}/", "--json")
         assert ran.status == 0
-        assert [(one["url"], one["error"] is None) for one in ran.json["gateways"]] == [
+        assert [(one["url"], one["error"] is None) for one in ran.json["gateways"] if one["url"]] == [
             (gone, False),
             (running.url, True),
         ]
@@ -137,6 +139,31 @@ async def test_the_view_is_the_leaders(start_gateway: StartGateway, kvferry: Kvf
             seen = (await kvferry("status", "--json", url=f"{other.url},{one.url}")).json
             assert [gateway["leading"] for gateway in seen["gateways"]] == [False, True]
             assert [instance["id"] for instance in seen["instances"]] == ["a", "b"]
+
+
+async def test_gateways_whose_address_was_not_given_are_shown_and_their_leader_too(
+    start_gateway: StartGateway, kvferry: Kvferry
+) -> None:
+    """Workers behind one port, and replicas behind one balancer, have one address."""
+    lasting = dataclasses.replace(INTERVALS, leader_lease_s=60)
+    async with instances("a") as (a,), start_gateway(a, intervals=lasting) as leading:
+        await until(lambda: leading.gateway.leader.is_leading)
+        async with start_gateway(a) as other:
+            await knows_each_other(leading, other)
+            await other.gateway.store.beat("silent", "epoch")
+            await until(lambda: "silent" in other.gateway.replicas.others)
+            leader_id = leading.gateway.gateway_id
+            rest = {leader_id: (None, True, False), "silent": (None, False, True)}
+            expected = {other.gateway.gateway_id: (other.url, False, False), **rest}
+
+            async def is_shown() -> bool:
+                await other.gateway.store.beat("silent", "epoch")
+                seen = (await kvferry("status", "--json", url=other.url)).json
+                shown = {one["id"]: (one["url"], one["leading"], bool(one["error"])) for one in seen["gateways"]}
+                return bool(seen["leader"] == leader_id and shown == expected)
+
+            await until_true(is_shown)
+            await other.gateway.store.leave("silent")
 
 
 class Terminal(io.StringIO):

@@ -11,7 +11,10 @@ import pytest
 
 from gateway.wire import RESUME_HEADER, RESUMED_HEADER, SECRET_HEADER
 from loadtest.client import Client, Reply
+from loadtest.kinds import JSON_SCHEMA, LINES, LONG
 from tests.vllm.fault_proxy import HandshakeProxy
+from tests.vllm.test_equal_output import CHAT, MESSAGES
+from tests.vllm.test_kinds import STRICT_TOOLS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
@@ -19,7 +22,9 @@ COMPLETIONS = "/v1/completions"
 TOKENS = 48
 
 
-async def resume(client: Client, tokens: list[int], body: dict[str, Any], stream: bool = True) -> tuple[Reply, Any]:
+async def resume(
+    client: Client, tokens: list[int], body: dict[str, Any], stream: bool = True, path: str = COMPLETIONS
+) -> tuple[Reply, Any]:
     """Give instance b the tokens and open the request there; what follows, and the whole answer if not streamed."""
     url = client.stack.instance("b").url
     request_id, resume_id = uuid.uuid4().hex, uuid.uuid4().hex
@@ -32,7 +37,7 @@ async def resume(client: Client, tokens: list[int], body: dict[str, Any], stream
     assert put.status_code == 200, put.text
     request = {"model": client.stack.model, "stream": stream, "return_token_ids": True, **body}
     headers = {**secret, RESUME_HEADER: resume_id, "x-request-id": request_id}
-    response = await client.http.post(url + COMPLETIONS, json=request, headers=headers)
+    response = await client.http.post(url + path, json=request, headers=headers)
     assert response.status_code == 200, response.text
     assert response.headers[RESUMED_HEADER] == f"{resume_id} {len(tokens)}"
     if not stream:
@@ -67,6 +72,33 @@ async def test_a_resume_says_only_what_follows_and_ends_as_the_whole_would(clien
     assert so_far == TOKENS or len(reply.text) > 0 or before == alone.text
     assert reply.finish == alone.finish == [("length", None)]
     assert reply.usage == alone.usage
+
+
+RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, {"messages": MESSAGES, **{name: SAMPLING[name] for name in SAMPLING if name != "prompt"}}),
+    "text held back for a stop string": (COMPLETIONS, {**SAMPLING, "stop": ["x" * 64], "max_tokens": 120}),
+    "a grammar": (COMPLETIONS, {"prompt": "Lines", **LONG, "structured_outputs": {"regex": LINES}}),
+    "json_schema": (CHAT, {"messages": MESSAGES, **LONG, "response_format": JSON_SCHEMA}),
+    "a tool call": (CHAT, {"messages": MESSAGES, **LONG, "tools": STRICT_TOOLS, "tool_choice": "required"}),
+}
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+async def test_what_a_lost_stream_had_said_and_what_its_resume_says_are_the_whole(client: Client, kind: str) -> None:
+    """F08, F10, F11: no grammar begins anew, no second turn is opened, and what was held back is said after all."""
+    path, body = RESUMED[kind]
+    alone = await client.run(path, **body)
+    for share in (0.3, 0.8):
+        said = Reply()
+        for event in alone.events:
+            if len(said.tokens) >= share * len(alone.tokens):
+                break
+            said.events.append(event)
+            said.tokens.extend(token for choice in event["choices"] for token in choice.get("token_ids") or [])
+        rest, _ = await resume(client, said.tokens, body, path=path)
+        whole = Reply(said.events + rest.events, said.tokens + rest.tokens)
+        assert (whole.tokens, whole.text) == (alone.tokens, alone.text)
+        assert (whole.tool_calls, whole.roles, whole.finish) == (alone.tool_calls, alone.roles, alone.finish)
 
 
 async def test_tokens_that_end_in_a_stop_string_are_complete(client: Client) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import math
 import time
 import warnings
 from collections.abc import AsyncIterator, Sequence
@@ -21,9 +23,11 @@ from aiohttp import web
 from fastapi import FastAPI
 
 from gateway import wire
-from tests.vllm.fault_proxy import Fault, HandshakeProxy, cut, hang, refuse
+from tests.vllm.fault_proxy import Fault, HandshakeProxy, cut, dead_agents, hang, refuse
 from tests.vllm_plugin.test_engine import BLOCKS, Bench
 from tests.vllm_plugin.test_transfer import HOST, MemoryStore
+from vllm_plugin.handshake import Refused
+from vllm_plugin.pairs import FAILURES_MAX
 from vllm_plugin.settings import Settings
 from vllm_plugin.transfer import AgentClient, KvAgent
 
@@ -213,6 +217,76 @@ async def test_one_rank_whose_agent_is_dead_ends_the_move(pair: Pair) -> None:
     assert (result.outcome, bool(result.reason)) == ("aborted", True)
     pair.assert_goes_on_at_the_source()
     await pair.assert_destination_is_empty()
+
+
+async def test_a_pair_whose_blocks_cannot_be_copied_moves_requests_without_them_for_a_while(
+    pair: Pair,
+) -> None:
+    """F46, F62: a drain between them would else never end. One failure may be chance; later it is tried again."""
+    pair.proxy.faults["reserve"] = dead_agents
+    for _ in range(FAILURES_MAX):
+        result = await pair.move()
+        assert (result.outcome, bool(result.reason)) == ("aborted", True)
+        pair.comments.clear()
+    pairs = pair.source.llumlet._pairs
+    assert (pairs.copies("b"), pairs.copies("c")) == (False, True)
+    pairs._failures["b"].until = 0.0
+    assert pairs.copies("b")
+    pairs._failures["b"].until = math.inf
+    result = await pair.move()
+    assert (result.outcome, result.bytes_sent, result.output_tokens) == ("committed", 0, 5)
+    ((queued, tokens),) = pair.destination.bench.port.queued
+    assert (queued, tokens) == (pair.parked, [2] * 5)
+
+
+async def test_a_copy_that_comes_about_makes_good_a_failure_before_it(pair: Pair) -> None:
+    pair.proxy.faults["reserve"] = dead_agents
+    assert (await pair.move()).outcome == "aborted"
+    pair.proxy.faults.clear()
+    result = await pair.move()
+    assert (result.outcome, result.bytes_sent) == ("committed", 2 * 64)
+    assert pair.source.llumlet._pairs._failures == {}
+
+
+async def test_a_source_moves_so_many_requests_at_a_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_plugin.llumlet.MIGRATIONS_OUT_MAX", 1)
+    pair.proxy.faults["reserve"] = hang
+    moving = asyncio.create_task(pair.move())
+    await asyncio.wait_for(pair.proxy.reached.wait(), 10)
+    pair.source.llumlet._sessions["another"] = pair.session
+    with pytest.raises(Refused, match="too many requests are moving"):
+        await pair.source.llumlet.migrate(wire.MigrateOrder("another", "b", pair.proxy.url))
+    pair.proxy.release.set()
+    assert (await moving).outcome == "aborted"
+
+
+@pytest.mark.parametrize("unknown", ["source", "destination"])
+async def test_where_a_kv_format_is_not_known_nothing_is_copied(pair: Pair, unknown: str) -> None:
+    side = pair.source if unknown == "source" else pair.destination
+    side.llumlet._data = dataclasses.replace(side.llumlet._data, kv_format=None)
+    result = await pair.move()
+    assert (result.outcome, result.bytes_sent, result.blocks_sent) == ("committed", 0, 0)
+
+
+async def test_what_a_commit_says_does_not_grow_with_the_sequence(pair: Pair) -> None:
+    """The client waits while it is on its way."""
+    sizes: dict[str, int] = {}
+
+    def measured(step: str) -> Fault:
+        async def measure(proxy: HandshakeProxy, request: web.Request, body: bytes) -> web.StreamResponse:
+            sizes[step] = max(len(body), sizes.get(step, 0))
+            return await proxy.forward(request, body)
+
+        return measure
+
+    pair.proxy.faults = {step: measured(step) for step in STEPS}
+    pair.request.output_token_ids = [10**9] * 60
+    pair.request.num_output_tokens, pair.request.num_tokens, pair.request.max_tokens = 60, 66, 67
+    pair.destination.bench.port.ending = lambda request: None
+    result = await pair.move()
+    assert (result.outcome, result.output_tokens) == ("committed", 60)
+    assert sizes["reserve"] > 60 * 10, "they have gone before"
+    assert sizes["commit"] < 250
 
 
 def destination_dies(pair: Pair, when: str) -> Fault:

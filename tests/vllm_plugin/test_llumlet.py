@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from gateway import wire
 from vllm_plugin.settings import MIGRATIONS_IN_MAX, Settings
@@ -319,3 +320,21 @@ async def test_a_token_that_cannot_be_one_locks_no_leader_out(plugin: SimpleName
     llumlet.pair(pairing(wire.FENCE_MAX + 1))
     llumlet.pair(pairing(1, "d"))
     assert llumlet._pairing.destination_id == "d"
+
+
+async def test_what_cannot_move_is_counted_by_its_reason_on_the_servers_own_page(plugin: SimpleNamespace) -> None:
+    """The engine counts from its start, and tells the same again in each round."""
+    blocks = {"blocks_total": 8, "blocks_free": 8, "blocks_reserved": 0, "room_blocks": 8, "room_places": 2}
+    report = {"running": [], "waiting": [], "step_ms": 0.0, "staying": {"n > 1": 2, "LoRA adapter": 1}, **blocks}
+    llumlet = build_llumlet(plugin, Engine(report=report))
+    llumlet._description = {"block_size": 4, "requests_running_max": 2}
+
+    def counted(reason: str) -> float:
+        return REGISTRY.get_sample_value("kvferry_staying_requests_total", {"reason": reason}) or 0
+
+    before = counted("n > 1"), counted("LoRA adapter")
+    await llumlet._make_report()
+    await llumlet._make_report()
+    report["staying"] = {"n > 1": 3, "LoRA adapter": 1}
+    await llumlet._make_report()
+    assert (counted("n > 1") - before[0], counted("LoRA adapter") - before[1]) == (3, 1)
