@@ -105,7 +105,14 @@ class Dispatcher:
             if self._awaits_some():
                 raise NoInstance("No instance that has answered yet serves this model. Try again later.")
             raise NotFound(f"The model `{model}` does not exist.", param="model")
-        raise NoInstance("No instance can serve this model now. Try again later.")
+        raise self.nobody_usable(model)
+
+    def nobody_usable(self, model: str | None) -> NoInstance:
+        """Of those that are known to serve it; and why, where an operator wants it so."""
+        serving = [one for one in self._members.all() if model is None or model in one.models]
+        if serving and all(one.draining for one in serving):
+            return NoInstance("All instances that serve this model are draining. Try again later.")
+        return NoInstance("No instance can serve this model now. Try again later.")
 
     def reported(self) -> None:
         """An instance has said something new. Where choices come often, none of them has to make up for a hundred
