@@ -282,22 +282,23 @@ class Routes:
 
 async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
     """Runs ``work``, and cancels it when the client goes: before the first byte, between two, at any time."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_gone(receive))
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watching.cancel()
-        working.cancel()
-        await asyncio.wait({working})
-    if working.cancelled():
-        raise ClientGone
-    working.result()
+        async with asyncio.timeout(None) as connected:
+            watching = asyncio.create_task(_end_when_gone(connected, receive))
+            try:
+                await work
+            finally:
+                watching.cancel()
+    except TimeoutError:
+        if not connected.expired():
+            raise
+        raise ClientGone from None
 
 
-async def _gone(receive: Receive) -> None:
+async def _end_when_gone(connected: asyncio.Timeout, receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    connected.reschedule(asyncio.get_running_loop().time())
 
 
 def _check_encoding(headers: Headers) -> None:

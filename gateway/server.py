@@ -74,5 +74,6 @@ def server_config(gateway: Gateway, host: str, port: int) -> uvicorn.Config:
         lifespan="on",
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         server_header=False,
     )

@@ -57,7 +57,8 @@ class Fields:
 def log(name: str, /, *, level: int = logging.INFO, **fields: object) -> None:
     """One line a decision: ``migrate request=r17 source=a destination=c``."""
     if logger.isEnabledFor(level):
-        logger.log(level, "%s %s", name, Fields(fields))
+        # Not by `logger.log`, which looks for the line of code that has called it.
+        logger.handle(logger.makeRecord(logger.name, level, __file__, 0, "%s %s", (name, Fields(fields)), None))
 
 
 class Changes:

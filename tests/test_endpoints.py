@@ -7,7 +7,7 @@ import dataclasses
 import gzip
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import httpx
@@ -18,7 +18,7 @@ from gateway.endpoints import ENDPOINTS, Kind
 from gateway.wire import OWN_REQUEST_ID_HEADER, REQUEST_ID_HEADER
 from tests.conftest import INTERVALS, Running, StartGateway, until
 from tests.fake_instance import MODEL, Exchange, FakeInstance, Script, error_body, instances
-from tests.scripts import gone, in_turn, resets, silent
+from tests.scripts import gone, resets, silent
 from tests.test_routes import assert_openai_error
 
 JSON = {"content-type": "application/json"}
@@ -328,21 +328,31 @@ async def test_what_may_have_done_something_is_not_done_twice(
         assert (await post(running, "/v1/responses", **fields)).json() == {"ok": 1}
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize", *STREAMS])
-async def test_a_client_that_leaves_ends_its_request_at_the_instance(path: str, start_gateway: StartGateway) -> None:
-    scripts = [silent] + ([streams(EVENTS[path][0], end="wait")] if path in STREAMS else [])
+async def test_a_client_that_leaves_ends_its_request_at_the_instance_whatever_it_asked(
+    start_gateway: StartGateway,
+) -> None:
+    """F01: before the reply, and in the middle of a stream."""
     async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
-        a.script = in_turn(*scripts)
-        for index in range(len(scripts)):
-            asking = asyncio.ensure_future(post(running, path, stream=index > 0))
+        client = running.client
+        askings: list[tuple[Script, Coroutine[Any, Any, httpx.Response]]] = [
+            *((silent, post(running, path)) for path in FORWARDS),
+            *((silent, client.post(path, data={"model": MODEL}, files={"file": b"x"})) for path in UPLOADS),
+            *((silent, client.get(one.path)) for one in ENDPOINTS if one.kind is Kind.LOOK),
+            *((streams(EVENTS[path][0], end="wait"), post(running, path, stream=True)) for path in STREAMS),
+        ]
+        a.freeness_steps = 50_000.0
+        await until(lambda: running.gateway.dispatcher.choose(None).instance_id == "a")
+        for index, (script, asking) in enumerate(askings):
+            a.script = script
+            task = asyncio.create_task(asking)
             exchange = await a.exchange(index)
             assert not idle(running, a)
-            if index > 0:
+            if script is not silent:
                 await asyncio.sleep(0.1)  # The stream has begun.
-            asking.cancel()
-            await gone(exchange, within_s=5)
+            task.cancel()
+            await gone(exchange)
             await until(lambda: idle(running, a))
-        assert not b.received
+        assert (len(a.received), len(b.received)) == (len(askings), 0)
 
 
 async def test_a_reply_that_is_not_json_passes_as_it_comes_and_a_cut_one_is_not_taken_for_whole(

@@ -13,6 +13,7 @@ from tests.scripts import gone, in_turn, silent, starts_and_waits
 from tests.test_plain import name, stock
 
 HEALTH = HealthSettings(stall_s=0.5)
+PATIENT = Budgets(connect_s=60, hang_s=600, header_grace_s=0.05)
 
 
 async def fails(exchange: Exchange) -> None:
@@ -136,7 +137,7 @@ async def test_a_server_with_frozen_metrics_gets_a_request_now_and_then(start_ga
 
 async def test_one_hung_instance_of_three_costs_no_request_and_comes_back(start_gateway: StartGateway) -> None:
     """F40: it accepts connections and answers nothing, under two hundred requests at once."""
-    budgets = Budgets(hang_s=0.6, header_grace_s=0.05)
+    budgets = dataclasses.replace(PATIENT, hang_s=0.6)
     quick = dataclasses.replace(INTERVALS, unheard_s=3.0)
     async with instances("a", "b", "c") as (a, b, c):
         a.freeness_steps = b.freeness_steps = c.freeness_steps = 5000.0
@@ -155,3 +156,23 @@ async def test_one_hung_instance_of_three_costs_no_request_and_comes_back(start_
             a.script = starts_and_waits
             a.runs.set()
             await until(lambda: running.gateway.dispatcher.choose(None).instance_id == "a", 10)
+
+
+async def test_requests_of_healthy_instances_do_not_wait_for_those_of_a_hung_one(start_gateway: StartGateway) -> None:
+    """F40: all of them are answered while the others have waited for no answer yet. Nothing is shared but the loop."""
+    quick = dataclasses.replace(INTERVALS, report_stale_s=600, unheard_s=600)
+    async with instances("a", "b", "c") as (a, b, c):
+        a.freeness_steps = b.freeness_steps = c.freeness_steps = 5000.0
+        async with start_gateway(a, b, c, budgets=PATIENT, intervals=quick) as running:
+            a.script, in_flight = silent, running.gateway.dispatcher.in_flight
+            asking = [asyncio.create_task(running.chat(stream=index % 2 == 0)) for index in range(100)]
+            try:
+                await until(lambda: len(a.received) + sum(task.done() for task in asking) == 100, 60)
+                done = [task for task in asking if task.done()]
+                assert {task.result().status_code for task in done} == {200}
+                assert (in_flight("a"), in_flight("b"), in_flight("c")) == (len(a.received), 0, 0)
+                assert 20 <= len(a.received) <= 50
+            finally:
+                for task in asking:
+                    task.cancel()
+                await asyncio.wait(asking)

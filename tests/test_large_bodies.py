@@ -14,12 +14,12 @@ import pytest
 
 from gateway import large_bodies
 from gateway.errors import BadRequest
-from gateway.large_bodies import LARGE_BODY_BYTES, LargeBodies
+from gateway.large_bodies import SMALL_BODY_BYTES, TEXT_BYTES_MAX, VALUES_MAX, LargeBodies, takes_long
 from gateway.openai.body import read_body
 from tests.conftest import StartGateway, chat_body, until
 from tests.fake_instance import instances
 
-LARGE = json.dumps({"model": "m", "prompt": [7] * LARGE_BODY_BYTES, "stream": True}).encode()
+LARGE = json.dumps({"model": "m", "prompt": [7] * SMALL_BODY_BYTES, "stream": True}).encode()
 
 
 def where(raw: bytes) -> int:
@@ -48,6 +48,15 @@ async def test_a_large_body_is_parsed_in_another_process_with_the_same_result() 
         assert await bodies.parse(dies, f"{os.getpid()} ".encode() + LARGE) == os.getpid()
     finally:
         bodies.close()
+
+
+def test_what_takes_long_is_told_by_its_values_and_text_by_its_size() -> None:
+    """A long prompt that is text costs less here than its way to another process."""
+    text = b'{"prompt":"' + b"x" * (TEXT_BYTES_MAX // 2) + b'"}'
+    assert not takes_long(text)
+    assert takes_long(text + b" " * TEXT_BYTES_MAX)
+    assert takes_long(b"[" + b"7," * SMALL_BODY_BYTES + b"7]")
+    assert not takes_long(b'["' + b"x" * SMALL_BODY_BYTES + b'"' + b",7" * VALUES_MAX + b"]")
 
 
 async def test_a_gateway_parses_a_large_body_off_its_event_loop(start_gateway: StartGateway) -> None:
@@ -96,11 +105,11 @@ async def test_streams_and_health_go_on_while_large_bodies_are_parsed_for_as_lon
 
 HOLDS = """
 import asyncio, os
-from gateway.large_bodies import LARGE_BODY_BYTES, LargeBodies
+from gateway.large_bodies import SMALL_BODY_BYTES, LargeBodies
 from tests.test_large_bodies import where
 
 async def main():
-    print(await LargeBodies().parse(where, b" " * LARGE_BODY_BYTES), flush=True)
+    print(await LargeBodies().parse(where, b"," * SMALL_BODY_BYTES), flush=True)
     await asyncio.sleep(600)
 
 if __name__ == "__main__":

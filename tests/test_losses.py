@@ -210,6 +210,22 @@ async def test_an_instances_own_500_is_tried_elsewhere_and_then_passed_on(start_
         assert response.headers["x-why"] == "dead"
 
 
+@pytest.mark.parametrize("wait", ["30", "Mon, 30 Nov 2026 00:00:00 GMT"])
+async def test_when_to_come_back_is_told_as_the_last_instance_said_it(wait: str, start_gateway: StartGateway) -> None:
+    """F61: where all say that they are too busy."""
+
+    async def busy(exchange: Exchange) -> None:
+        await exchange.json(503, error_body("too busy", "ServiceUnavailableError", 503), {"retry-after": wait})
+
+    async with instances("a", "b") as (a, b), start_gateway(a, b) as running:
+        a.script = b.script = busy
+        for stream in (False, True):
+            response = await running.chat(stream=stream)
+            assert (response.status_code, response.headers.get_list("retry-after")) == (503, [wait])
+            assert response.json() == error_body("too busy", "ServiceUnavailableError", 503)
+        assert len(a.received) == len(b.received) == 2
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 409, 410, 413, 422, 429])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_refusal_comes_through_as_it_is_once(status: int, stream: bool, start_gateway: StartGateway) -> None:

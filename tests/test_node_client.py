@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,10 +10,18 @@ import pytest_asyncio
 
 from tests import node_client
 from tests.conftest import Running, StartGateway, until
-from tests.fake_instance import MODEL, Exchange, FakeInstance, error_body, instances
+from tests.fake_instance import MODEL, FakeInstance, instances
 from tests.node_client import ANSWERS_IN_S, MISSING
-from tests.scripts import answers, gone, moves_after, silent, starts_and_waits
-from tests.test_endpoints import whole
+from tests.openai_replies import (
+    EMBEDDINGS,
+    TOOL_CALLS,
+    breaks_in_its_stream,
+    calls_tools,
+    embeds,
+    follows_a_schema,
+    responds,
+)
+from tests.scripts import gone, moves_after, silent, starts_and_waits
 from tests.test_openai_client import KEY, WHOLE
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
@@ -50,55 +55,19 @@ async def test_a_stream_that_moves_is_one_reply(cluster: Cluster) -> None:
     assert len(b.received) == 1
 
 
-def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
-    choice = {"index": 0, "delta": delta, "finish_reason": finish}
-    value = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": MODEL, "choices": [choice]}
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
-
-
-def call(index: int, arguments: str, name: str | None = None) -> bytes:
-    begins = {"id": f"call_{index}", "type": "function"} if name else {}
-    function = {"arguments": arguments} | ({"name": name} if name else {})
-    return chunk({"tool_calls": [{"index": index, **begins, "function": function}]})
-
-
 async def test_tool_calls_that_come_in_pieces_are_put_together(cluster: Cluster) -> None:
     running, a, _ = cluster
-    a.script = answers(
-        chunk({"role": "assistant", "content": ""}),
-        *(call(0, "", "weather"), call(0, '{"city": '), call(0, '"Łódź"}'), call(1, "", "weather"), call(1, "{}")),
-        chunk({}, "tool_calls"),
-    )
-    calls = [["weather", '{"city": "Łódź"}'], ["weather", "{}"]]
-    assert await node(running, "tools") == {"calls": calls, "finish": "tool_calls"}
+    a.script = calls_tools
+    assert await node(running, "tools") == {"calls": TOOL_CALLS, "finish": "tool_calls"}
     assert a.received[0].json["tools"][0]["function"]["name"] == "weather"
 
 
 async def test_a_schema_reaches_the_instance_as_it_was_given(cluster: Cluster) -> None:
     running, a, _ = cluster
-    choice = {"index": 0, "message": {"role": "assistant", "content": '{"n": 7}'}, "finish_reason": "stop"}
-    a.script = whole(json.dumps({"id": "x", "object": "chat.completion", "choices": [choice]}).encode())
+    a.script = follows_a_schema
     assert await node(running, "structured") == {"n": 7}
     asked = a.received[0].json["response_format"]["json_schema"]
     assert (asked["strict"], asked["schema"]["required"]) == (True, ["n"])
-
-
-def response(response_id: str) -> dict[str, Any]:
-    content = [{"type": "output_text", "text": "hi", "annotations": []}]
-    output = [{"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": content}]
-    return {"id": response_id, "object": "response", "status": "completed", "model": MODEL, "output": output}
-
-
-async def responds(exchange: Exchange) -> None:
-    request = exchange.request
-    if request.method == "POST" and request.json.get("stream"):
-        await exchange.start()
-        for number, kind in enumerate(("response.created", "response.completed")):
-            event = {"type": kind, "sequence_number": number, "response": response("resp_2")}
-            await exchange.send(f"event: {kind}\ndata: {json.dumps(event)}\n\n".encode())
-        await exchange.finish()
-    else:
-        await exchange.json(200, response("resp_1"))
 
 
 async def test_responses_and_what_follows_on_them(cluster: Cluster) -> None:
@@ -115,13 +84,8 @@ async def test_responses_and_what_follows_on_them(cluster: Cluster) -> None:
 
 async def test_embeddings_come_in_the_clients_own_encoding(cluster: Cluster) -> None:
     running, a, _ = cluster
-    rows = [[0.5, -2.0], [1.0, 0.25]]
-    data = [
-        {"object": "embedding", "index": index, "embedding": base64.b64encode(struct.pack("<2f", *row)).decode()}
-        for index, row in enumerate(rows)
-    ]
-    a.script = whole(json.dumps({"object": "list", "model": MODEL, "data": data}).encode())
-    assert await node(running, "embeddings") == rows
+    a.script = embeds
+    assert await node(running, "embeddings") == EMBEDDINGS
     assert a.received[0].json["encoding_format"] == "base64"
 
 
@@ -139,10 +103,7 @@ async def test_errors_are_the_clients_own_kinds(cluster: Cluster) -> None:
 
 async def test_an_error_within_a_stream_is_raised(cluster: Cluster) -> None:
     running, a, _ = cluster
-    a.script = answers(
-        chunk({"role": "assistant", "content": "x"}),
-        b"data: " + json.dumps(error_body("queue full", "Busy", 503)).encode() + b"\n\n",
-    )
+    a.script = breaks_in_its_stream
     told = await node(running, "broken")
     assert told["kind"] == "APIError"
     assert "queue full" in told["message"]

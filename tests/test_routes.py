@@ -75,9 +75,11 @@ async def test_an_unknown_model_is_a_404_as_vllm_says_it(start_gateway: StartGat
         }
 
 
-@pytest.mark.parametrize("change", [{"draining": True}, {"sequence": 0}])
-async def test_a_known_model_without_a_usable_instance_is_a_503_with_a_time(
-    change: dict[str, Any], start_gateway: StartGateway
+@pytest.mark.parametrize(
+    ("change", "why"), [({"draining": True}, "are draining"), ({"sequence": 0}, "No instance can")]
+)
+async def test_a_known_model_without_a_usable_instance_is_a_503_with_a_time_and_says_when_all_drain(
+    change: dict[str, Any], why: str, start_gateway: StartGateway
 ) -> None:
     intervals = dataclasses.replace(INTERVALS, report_stale_s=0.5)
     async with instances("a") as (a,), start_gateway(a, intervals=intervals) as running:
@@ -88,7 +90,7 @@ async def test_a_known_model_without_a_usable_instance_is_a_503_with_a_time(
 
         await until_true(refused, 6)
         response = await running.chat(stream=True)
-        assert_openai_error(response, 503)
+        assert why in assert_openai_error(response, 503)["message"]
         assert int(response.headers["retry-after"]) > 0
 
 

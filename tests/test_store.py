@@ -209,7 +209,7 @@ async def test_records_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch
     counters = Counters()
     records = Records(store, 60, counters)
     for number in range(5):
-        records.forget(str(number))
+        records.own(str(number), Owner("g", "a", "m"))
     assert counters.get("records_dropped") == 2
 
 
@@ -225,15 +225,29 @@ class Stuck:
         self.owners |= owners
 
 
+async def test_a_request_that_is_over_before_the_next_round_is_not_written_at_all() -> None:
+    store = Stuck()
+    store.go.set()
+    records = Records(cast(Store, store), 60, Counters())
+    for request_id in ("short", "long"):
+        records.own(request_id, Owner("g", "a", "m"))
+    records.forget("short")
+    await records.flush()
+    assert store.owners == {"long": Owner("g", "a", "m")}
+    records.forget("long")
+    await records.flush()
+    assert store.owners == {"long": None}
+
+
 async def test_what_a_cancelled_round_had_begun_to_write_is_written_by_the_next() -> None:
     """A gateway that ends cancels its loops first, and flushes what is left then."""
     store = Stuck()
     records = Records(cast(Store, store), 60, Counters())
-    records.forget("r1")
+    records.own("r1", Owner("g", "a", "m"))
     flushing = asyncio.create_task(records.flush())
     await asyncio.sleep(0)
     flushing.cancel()
     await asyncio.wait({flushing})
     store.go.set()
     await records.flush()
-    assert store.owners == {"r1": None}
+    assert store.owners == {"r1": Owner("g", "a", "m")}

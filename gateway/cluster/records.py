@@ -28,6 +28,8 @@ class Records:
         self._counters = counters
         self._live: dict[str, Owner] = {}
         self._pending: dict[str, Owner | None] = {}
+        self._told: set[str] = set()
+        """Requests under way of which Redis knows: most are over before the next round."""
         self._migrations: deque[dict[str, Any]] = deque(maxlen=MIGRATIONS_PENDING_MAX)
         self._refreshed_at = time.monotonic()
         self._down = False
@@ -38,7 +40,11 @@ class Records:
 
     def forget(self, request_id: str) -> None:
         self._live.pop(request_id, None)
-        self._put(request_id, None)
+        if request_id in self._told:
+            self._told.discard(request_id)
+            self._put(request_id, None)
+        else:
+            self._pending.pop(request_id, None)
 
     def refresh(self) -> None:
         """With the next round everything is written again: Redis may have lost it."""
@@ -54,6 +60,7 @@ class Records:
             for request_id, owner in self._live.items():
                 self._put(request_id, owner)
         pending, self._pending = self._pending, {}
+        self._told.update(request_id for request_id, owner in pending.items() if owner is not None)
         migrations = list(self._migrations)
         self._migrations.clear()
         try:

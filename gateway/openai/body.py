@@ -7,6 +7,7 @@ the instance as the client wrote it: integers of any size, floats, nulls, repeat
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
@@ -27,7 +28,7 @@ MODEL_LENGTH_MAX = 1024
 _NESTING = ("vllm_xargs", "extra_body")
 """Objects of more fields: vLLM makes no difference between the first's names and its own."""
 
-_WHITESPACE = " \t\n\r"
+_WHITESPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 _ANY = Terms()
 
@@ -180,9 +181,9 @@ def _members(text: str) -> list[tuple[str, Any, str]]:
 
 
 def _skip(text: str, at: int) -> int:
-    while text[at : at + 1] and text[at] in _WHITESPACE:
-        at += 1
-    return at
+    found = _WHITESPACE.match(text, at)
+    assert found is not None
+    return found.end()
 
 
 def _expect_end(text: str, at: int) -> None:

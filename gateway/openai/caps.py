@@ -51,15 +51,17 @@ _TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y", "on"})
 def check_caps(fields: Mapping[str, Any], caps: Caps) -> None:
     """Raises :class:`BadRequest`, which names the parameter and the bound."""
     for param, cap in _COUNTS:
+        if param not in fields:
+            continue
         bound = getattr(caps, cap)
-        value = whole_number(fields.get(param))
+        value = whole_number(fields[param])
         if value is not None and (value > max(bound, cap == "n") or (value < 0 and cap == "logprobs")):
             raise BadRequest(f"`{param}` must be at most {bound} on this gateway, not {_shown(value)}.", param=param)
     for param in ("stop", "bad_words"):
         if isinstance(fields.get(param), list) and len(fields[param]) > caps.stop:
             raise _too_many(param, len(fields[param]), caps.stop, "strings")
     for param in _LISTS:
-        if (count := prompts(fields.get(param))) > max(1, caps.prompts):
+        if param in fields and (count := prompts(fields[param])) > max(1, caps.prompts):
             raise _too_many(param, count, caps.prompts, "entries")
     _check_sequences(fields, caps)
 

@@ -69,10 +69,11 @@ class Head:
     def end_to_end(self) -> tuple[tuple[str, str], ...]:
         """The headers for the client: none that belong to this connection, none that the gateway says itself."""
         named = {name.strip().lower() for line in self.headers.getall("connection", []) for name in line.split(",")}
+        left_out = _HOP_BY_HOP | _OURS_TO_SAY | named
         return tuple(
             (name, value)
             for name, value in self.headers.items()
-            if name.lower() not in _HOP_BY_HOP | _OURS_TO_SAY | named and not name.lower().startswith("x-kvferry-")
+            if name.lower() not in left_out and not name.lower().startswith("x-kvferry-")
         )
 
 
@@ -216,7 +217,7 @@ class Leg:
         if not self._opening.done():
             with self._waiting(self.head_budget_s, "before its reply") as wait:
                 async with wait:
-                    await asyncio.wait({self._opening})
+                    await self._opening
         opened = self._opening.result()
         if isinstance(opened, LegError):
             raise opened

@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from operator import attrgetter
 
 from gateway.cluster.members import Instance, Members
 from gateway.errors import NoInstance, NotFound, Overloaded
@@ -42,8 +44,11 @@ BYTES_PER_TOKEN = 4
 class _Sending:
     at: float
     tokens: int
+    tokens_before: int
+    """Of all that were sent there before."""
 
 
+_sent_at = attrgetter("at")
 _NONE: deque[_Sending] = deque()
 
 
@@ -105,7 +110,14 @@ class Dispatcher:
             if self._awaits_some():
                 raise NoInstance("No instance that has answered yet serves this model. Try again later.")
             raise NotFound(f"The model `{model}` does not exist.", param="model")
-        raise NoInstance("No instance can serve this model now. Try again later.")
+        raise self.nobody_usable(model)
+
+    def nobody_usable(self, model: str | None) -> NoInstance:
+        """Of those that are known to serve it; and why, where an operator wants it so."""
+        serving = [one for one in self._members.all() if model is None or model in one.models]
+        if serving and all(one.draining for one in serving):
+            return NoInstance("All instances that serve this model are draining. Try again later.")
+        return NoInstance("No instance can serve this model now. Try again later.")
 
     def reported(self) -> None:
         """An instance has said something new. Where choices come often, none of them has to make up for a hundred
@@ -169,7 +181,8 @@ class Dispatcher:
         """Counts a leg at an instance until the returned function is called; calling it again does nothing."""
         self._in_flight[instance_id] += 1
         sendings = self._sendings.setdefault(instance_id, deque())
-        sendings.append(_Sending(self._clock(), body_bytes // BYTES_PER_TOKEN))
+        tokens_before = sendings[-1].tokens_before + sendings[-1].tokens if sendings else 0
+        sendings.append(_Sending(self._clock(), body_bytes // BYTES_PER_TOKEN, tokens_before))
         self._changed.add(instance_id)
         released = False
 
@@ -281,9 +294,13 @@ class Dispatcher:
         return None
 
 
-def _sent(sendings: Collection[_Sending], since: float, in_flight: int) -> Sent:
-    fresh = [one.tokens for one in sendings if one.at >= since]
-    return Sent(len(fresh), sum(fresh), in_flight)
+def _sent(sendings: deque[_Sending], since: float, in_flight: int) -> Sent:
+    """Of those since then, found by their order: on a busy gateway they are hundreds."""
+    first = bisect_left(sendings, since, key=_sent_at)
+    if first == len(sendings):
+        return Sent(0, 0, in_flight)
+    last = sendings[-1]
+    return Sent(len(sendings) - first, last.tokens_before + last.tokens - sendings[first].tokens_before, in_flight)
 
 
 def _overloaded() -> Overloaded:

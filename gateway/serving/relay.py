@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from dataclasses import dataclass
@@ -205,14 +206,11 @@ class Relay:
 
 async def first_bytes(leg: Leg, head: Head, reply: Reply, grace_s: float) -> bytes:
     """A stream may fail right after its head; after a short grace the client gets the status and waits on."""
-    reading = asyncio.ensure_future(leg.read())
-    try:
-        await asyncio.wait({reading}, timeout=grace_s)
-        if not reading.done():
-            await reply.start_stream(head.end_to_end())
-        return await reading
-    finally:
-        reading.cancel()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(grace_s):
+            return await leg.read()
+    await reply.start_stream(head.end_to_end())
+    return await leg.read()
 
 
 def _items(splitter: sse.BlockSplitter, data: bytes, session: Session) -> list[RunItem]:

@@ -235,9 +235,10 @@ class Sessions:
             if session.outcome == "running":
                 session.end("cancelled")
             session.visit.leaves(session)
-            self._recent.append(session.to_json())
+            said = session.to_json()
+            self._recent.append(said)
             self._records.forget(session.request_id)
-            for move in session.to_json()["moves"]:
+            for move in said["moves"]:
                 self._records.migrated({"request": session.request_id, "at": time.time(), **move})
 
     def owned_by(self, session: Session, instance_id: str) -> None:

@@ -321,7 +321,7 @@ class Waiting:
         elif ticket.unusable_since is None:
             ticket.unusable_since = now
         elif now - ticket.unusable_since >= self._limits.instance_wait_s:
-            error = NoInstance("No instance can serve this model now. Try again later.")
+            error = self._dispatcher.nobody_usable(ticket.model)
         if error is not None:
             assert ticket.chosen is not None
             ticket.chosen.set_exception(error)
