@@ -17,7 +17,7 @@ from gateway.errors import LimitReached
 from gateway.serving.shares import Shares
 from tests.conftest import Running, StartGateway, chat_body, until
 from tests.fake_instance import instances
-from tests.test_admission import assert_openai_error
+from tests.test_admin import assert_openai_error
 from tests.test_room import PATIENT, Engine, drained, heard, in_line
 
 

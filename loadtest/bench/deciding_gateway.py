@@ -72,7 +72,7 @@ class Driver:
         self._number += 1
         waiting, dispatcher = self._gateway.waiting, self._gateway.dispatcher
         began_s = time.perf_counter()
-        ticket = waiting.ticket(f"decision-{self._number}", model, PriorityClass.NORMAL, BODY_BYTES)
+        ticket = waiting.ticket(f"decision-{self._number}", model, PriorityClass.NORMAL, BODY_BYTES, "")
         instance = await waiting.start(ticket)
         release = dispatcher.hold(instance.instance_id, BODY_BYTES)
         self.decision_s.append(time.perf_counter() - began_s)

@@ -268,7 +268,7 @@ async def test_where_a_kv_format_is_not_known_nothing_is_copied(pair: Pair, unkn
     assert (result.outcome, result.bytes_sent, result.blocks_sent) == ("committed", 0, 0)
 
 
-async def test_what_a_commit_says_does_not_grow_with_the_sequence(pair: Pair) -> None:
+async def test_what_a_commit_says_does_not_grow_with_the_sequence(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client waits while it is on its way."""
     sizes: dict[str, int] = {}
 
@@ -282,7 +282,7 @@ async def test_what_a_commit_says_does_not_grow_with_the_sequence(pair: Pair) ->
     pair.proxy.faults = {step: measured(step) for step in STEPS}
     pair.request.output_token_ids = [10**9] * 60
     pair.request.num_output_tokens, pair.request.num_tokens, pair.request.max_tokens = 60, 66, 67
-    pair.destination.bench.port.ending = lambda request: None
+    monkeypatch.setattr(pair.destination.bench.port, "ending", lambda request: None)
     result = await pair.move()
     assert (result.outcome, result.output_tokens) == ("committed", 60)
     assert sizes["reserve"] > 60 * 10, "they have gone before"
