@@ -132,6 +132,8 @@ async def test_one_bad_round_does_not_end_the_reports(plugin: SimpleNamespace) -
             return {
                 "running": [],
                 "waiting": [],
+                "running_by_class": {},
+                "waiting_by_class": {},
                 "blocks_total": 8,
                 "blocks_free": 8,
                 "blocks_reserved": 0,
@@ -295,10 +297,10 @@ async def test_an_order_of_an_older_lease_is_refused_and_changes_nothing(plugin:
             llumlet.pair(*late)
     with pytest.raises(plugin.incoming.Refused, match="lease 6"):
         await llumlet.migrate(wire.MigrateOrder("r", "d", "http://d", fence=6))
-    assert llumlet._pairing == pairing(7)
+    assert llumlet._paired.current(0.0) == pairing(7)
     llumlet.pair(pairing(7, "e"))
     llumlet.pair(None, 8)
-    assert llumlet._pairing is None
+    assert llumlet._paired.current(0.0) is None
     with pytest.raises(plugin.incoming.Refused):
         llumlet.pair(pairing(7))
 
@@ -308,7 +310,7 @@ async def test_orders_without_a_lease_are_taken_as_ever(plugin: SimpleNamespace)
     llumlet = build_llumlet(plugin, Engine())
     llumlet.pair(pairing(7))
     llumlet.pair(wire.Pairing.from_json({"destination_id": "d", "destination_url": "http://d", "lease_ms": 1}))
-    assert llumlet._pairing.destination_id == "d"
+    assert llumlet._paired.current(0.0).destination_id == "d"
     llumlet.pair(None)
     with pytest.raises(plugin.llumlet.NoSuchRequest):
         await llumlet.migrate(wire.MigrateOrder("r", "d", "http://d"))
@@ -318,4 +320,4 @@ async def test_a_token_that_cannot_be_one_locks_no_leader_out(plugin: SimpleName
     llumlet = build_llumlet(plugin, Engine())
     llumlet.pair(pairing(wire.FENCE_MAX + 1))
     llumlet.pair(pairing(1, "d"))
-    assert llumlet._pairing.destination_id == "d"
+    assert llumlet._paired.current(0.0).destination_id == "d"
