@@ -182,6 +182,7 @@ class MetricsPage:
             for name, text in INSTANCE_TOTALS.items()
         }
         now = time.monotonic()
+        self._members.refresh(now)
         for member in self._members.all():
             instance = member.instance
             for name, labels, total in _migrations(member):
