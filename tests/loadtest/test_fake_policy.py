@@ -36,9 +36,9 @@ async def test_for_a_large_prompt_that_has_waited_its_instance_is_emptied_whiche
             follower, leading = (two, one) if one.gateway.leader.is_leading else (one, two)
             small = [FakeStream(leading.client, number, 300) for number in range(2)]
             await until(lambda: [len(held(servers, name)) for name in ("f0", "f1")] == [1, 1], 20)
-            body = {"model": MODEL, "prompt": [7] * 1_700, "max_tokens": 4}
+            body = {"model": MODEL, "prompt": [7] * 1_800, "max_tokens": 4}
             large = asyncio.create_task(follower.client.post("/v1/completions", json=body, timeout=120))
-            await until(lambda: any(1_700 in held(servers, name) for name in ("f0", "f1")), 60)
+            await until(lambda: any(1_800 in held(servers, name) for name in ("f0", "f1")), 60)
             assert not any(stream.reading.done() for stream in small), "they made room by ending"
             assert sum(site.llumlet.migrations_ended.committed for site in servers.sites) == 1
             pace(servers, QUICK)
