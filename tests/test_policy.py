@@ -74,6 +74,7 @@ async def test_the_leader_empties_the_instance_that_is_kept_for_a_request_of_ano
     async with instances("a", "b") as (a, b):
         full = {"requests_running": 2, "room_places": 9, "blocks_free": 900}
         a.report_changes, b.report_changes = full | {"room_blocks": 30}, full | {"room_blocks": 20}
+        a.freeness_steps = b.freeness_steps = 10_000.0
         async with start_gateway(a, b, **rules) as one, start_gateway(a, b, **rules) as two:
             await until(lambda: any(each.gateway.leader.is_leading for each in (one, two)), 20)
             follower = two if one.gateway.leader.is_leading else one
