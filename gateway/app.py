@@ -38,7 +38,7 @@ from gateway.policy.decide import PolicySettings
 from gateway.requests import OwnRequests, Requests
 from gateway.routes import Receive, Routes, Scope
 from gateway.scheduler.drain import Drains
-from gateway.scheduler.executor import Executor
+from gateway.scheduler.executor import Executor, MoveRules
 from gateway.scheduler.leader import Leader
 from gateway.serving.backend import Backend
 from gateway.serving.deadline import Deadlines
@@ -52,6 +52,7 @@ from gateway.serving.waiting import TICK_S, Waiting, WaitingLimits
 from gateway.serving.watch import Watch
 from gateway.telemetry import cancel_all, log, run_forever
 from gateway.tracing import NO_TRACER, Tracer
+from gateway.wire import execution_priority
 from gateway.worker_pages import Seat
 
 RECORDS_INTERVAL_S = 0.2
@@ -85,7 +86,8 @@ class Gateway:
         self._tracer = tracer or build_tracer(settings.tracing)
         self.gateway_id = uuid.uuid4().hex
         self.counters = Counters()
-        self.members = Members(intervals.report_stale_s, intervals.unheard_s, settings.health)
+        targets = {execution_priority(one): tokens for one, tokens in settings.target_loads.items()}
+        self.members = Members(intervals.report_stale_s, intervals.unheard_s, settings.health, targets)
         self.store = Store(settings.redis_url)
         self.llumlets = LlumletClient(settings.secret, settings.upstream_api_key, intervals.probe_timeout_s)
         self._pulse_timeout_s = settings.budgets.hang_s / 3
@@ -111,6 +113,7 @@ class Gateway:
             WaitingLimits(budgets.instance_wait_s, budgets.room_wait_s, limits.waiters),
             self.counters,
             binds_late=settings.late_binding,
+            protected=settings.target_loads.keys(),
         )
         self.members.on_report = self._reported
         self.backend = Backend(settings.secret, settings.upstream_api_key, settings.budgets)
@@ -139,7 +142,8 @@ class Gateway:
             settings.limits,
             self.counters,
         )
-        executor = Executor(self.members, self.llumlets, intervals.pairing_lease_s, self.counters)
+        rules = MoveRules(settings.picking, settings.moves_at_once, tuple(settings.target_loads))
+        executor = Executor(self.members, self.llumlets, intervals.pairing_lease_s, self.counters, rules)
         self.drains = Drains(
             self.members,
             self.llumlets,
@@ -150,7 +154,14 @@ class Gateway:
         )
         policy = PolicySettings(settings.policy, settings.migration)
         self.leader = Leader(
-            self.gateway_id, self.store, self.members, executor, policy, intervals.leader_lease_s, self.counters
+            self.gateway_id,
+            self.store,
+            self.members,
+            executor,
+            policy,
+            intervals.leader_lease_s,
+            self.counters,
+            waiting.kept,
         )
         api_keys = Keys(settings.api_keys, settings.named_keys, open_if_empty=True)
         self._limits_store = Store(settings.redis_url)

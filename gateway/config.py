@@ -21,10 +21,18 @@ from gateway.keys_file import read_keys_file
 from gateway.openai.caps import Caps, read_caps
 from gateway.policy.decide import Policy
 from gateway.policy.migration import MigrationSettings
+from gateway.policy.picking import PickRules
+from gateway.policy.policies import POLICIES
 from gateway.policy.waiting import WaitingRules
 from gateway.shutdown import ShutdownSettings
 from gateway.telemetry import log
+from gateway.wire import PriorityClass
 
+OURS, PAPERS = POLICIES["kvferry"], POLICIES["llumnix"]
+"""The simulator runs the same: what is not set here is what they say."""
+TARGET_TOKENS_MAX = 10**9
+MOVES_AT_ONCE_MAX = 4
+"""A llumlet moves no more."""
 WORKERS_MAX = 256
 
 
@@ -130,9 +138,14 @@ class Settings:
     health: HealthSettings = field(default_factory=HealthSettings)
     shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
     late_binding: bool = True
-    waiting: WaitingRules = field(default_factory=WaitingRules)
-    policy: Policy = Policy.LLUMNIX
-    migration: MigrationSettings = field(default_factory=MigrationSettings)
+    waiting: WaitingRules = OURS.waiting
+    policy: Policy = OURS.leader.policy
+    migration: MigrationSettings = OURS.leader.migration
+    picking: PickRules = OURS.picking
+    moves_at_once: int = OURS.moves_at_once
+    """Out of an instance, by the leader's policy."""
+    target_loads: Mapping[PriorityClass, int] = field(default_factory=dict)
+    """Of the classes with headroom, in tokens: see policy/protection.py."""
 
     @property
     def metrics_open(self) -> bool:
@@ -157,9 +170,25 @@ FLAGS: tuple[tuple[str, str, str, str], ...] = (
     ("--metrics-key", "KVFERRY_METRICS_KEY", "", "key of /metrics; none: open on loopback, else the admin key"),
     ("--tracing", "KVFERRY_TRACING", "off", "off, or otlp: OpenTelemetry, set up by the OTEL_* variables"),
     ("--late-binding", "KVFERRY_LATE_BINDING", "on", "requests wait here until an instance has room: on or off"),
-    ("--policy", "KVFERRY_POLICY", "llumnix", "what the leader moves by itself: llumnix, kvferry or none"),
-    ("--low-freeness-steps", "KVFERRY_LOW_FREENESS_STEPS", "160", "an instance below this moves requests away"),
-    ("--high-freeness-steps", "KVFERRY_HIGH_FREENESS_STEPS", "480", "an instance above this takes them"),
+    ("--policy", "KVFERRY_POLICY", OURS.leader.policy.value, "what the leader moves: kvferry, llumnix or none"),
+    (
+        *("--low-freeness-steps", "KVFERRY_LOW_FREENESS_STEPS", f"{OURS.leader.migration.low_freeness_steps:g}"),
+        "an instance below this moves requests away",
+    ),
+    (
+        *("--high-freeness-steps", "KVFERRY_HIGH_FREENESS_STEPS", f"{OURS.leader.migration.high_freeness_steps:g}"),
+        "an instance above this takes them",
+    ),
+    (
+        *("--moves-at-once", "KVFERRY_MOVES_AT_ONCE", f"{OURS.moves_at_once}"),
+        "requests on their way out of an instance, with the policy kvferry",
+    ),
+    (
+        "--target-loads",
+        "KVFERRY_TARGET_LOADS",
+        "",
+        "tokens on an instance beyond which a class has headroom: high=1600",
+    ),
 )
 
 
@@ -174,6 +203,8 @@ _NUMBERS: tuple[tuple[str, str, str, str], ...] = (
     ("REDIS_BUDGET_S", "budgets", "limits_s", "for Redis, by a request that needs it"),
     ("INSTANCE_WAIT_S", "budgets", "instance_wait_s", "for one of a model's instances to become usable"),
     ("ROOM_WAIT_S", "budgets", "room_wait_s", "for one of a model's instances to have room"),
+    ("COOL_DOWN_S", "picking", "cool_down_s", "a moved request stays, with the policy kvferry"),
+    ("MOVES_MAX", "picking", "moves_max", "moves of one request, with the policy kvferry; then it stays"),
     ("AGED_AFTER_S", "waiting", "aged_s", "of waiting, after which the oldest request comes first"),
     ("REQUESTS_PER_INSTANCE_MAX", "limits", "requests_per_instance", "one gateway's requests at an instance at a time"),
     ("QUEUE_PER_INSTANCE_MAX", "limits", "queue_per_instance", "requests waiting per instance; then new ones get 503"),
@@ -194,7 +225,7 @@ FLAGS += tuple(
 )
 
 
-_MAY_BE_ZERO = frozenset({"INSTANCE_WAIT_S", "SHUTDOWN_ACCEPT_S", "SHUTDOWN_GRACE_S"})
+_MAY_BE_ZERO = frozenset({"COOL_DOWN_S", "INSTANCE_WAIT_S", "SHUTDOWN_ACCEPT_S", "SHUTDOWN_GRACE_S"})
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -246,12 +277,17 @@ def _settings(values: Mapping[str, str]) -> Settings:
         tracing=values["KVFERRY_TRACING"].lower(),
         late_binding=_switch("KVFERRY_LATE_BINDING", values["KVFERRY_LATE_BINDING"]),
         policy=_policy(values["KVFERRY_POLICY"]),
-        migration=MigrationSettings(
+        migration=dataclasses.replace(
+            OURS.leader.migration,
             low_freeness_steps=_number("KVFERRY_LOW_FREENESS_STEPS", values["KVFERRY_LOW_FREENESS_STEPS"]),
             high_freeness_steps=_number("KVFERRY_HIGH_FREENESS_STEPS", values["KVFERRY_HIGH_FREENESS_STEPS"]),
         ),
+        moves_at_once=int(_number("KVFERRY_MOVES_AT_ONCE", values["KVFERRY_MOVES_AT_ONCE"], whole=True)),
+        target_loads=_target_loads(values["KVFERRY_TARGET_LOADS"]),
     )
     settings = _with_numbers(settings, values)
+    if settings.policy is Policy.LLUMNIX:
+        settings = dataclasses.replace(settings, picking=PAPERS.picking, moves_at_once=PAPERS.moves_at_once)
     _check(settings)
     return settings
 
@@ -284,6 +320,13 @@ def _check(settings: Settings) -> None:
         raise ConfigError(f"KVFERRY_TRACING (--tracing) must be off or otlp, not {settings.tracing!r}.")
     if settings.migration.low_freeness_steps > settings.migration.high_freeness_steps:
         raise ConfigError("KVFERRY_LOW_FREENESS_STEPS must not be above KVFERRY_HIGH_FREENESS_STEPS.")
+    if not 1 <= settings.moves_at_once <= MOVES_AT_ONCE_MAX:
+        raise ConfigError(
+            f"KVFERRY_MOVES_AT_ONCE (--moves-at-once) must be between 1 and {MOVES_AT_ONCE_MAX},"
+            f" not {settings.moves_at_once}."
+        )
+    if settings.target_loads and not settings.sends_priority:
+        raise ConfigError("KVFERRY_TARGET_LOADS needs KVFERRY_SEND_PRIORITY: servers have to know who is urgent.")
 
 
 def _with_numbers(settings: Settings, values: Mapping[str, str]) -> Settings:
@@ -313,6 +356,22 @@ def _caps(value: str) -> Caps:
         return read_caps(value)
     except ValueError as error:
         raise ConfigError(f"KVFERRY_CAPS (--caps): {error}.") from None
+
+
+def _target_loads(value: str) -> dict[PriorityClass, int]:
+    loads: dict[PriorityClass, int] = {}
+    words = {one.word: one for one in PriorityClass}
+    for entry in _items(value):
+        word, _, tokens = entry.partition("=")
+        if (one := words.get(word.strip().lower())) is None or one in loads:
+            raise ConfigError(
+                f"KVFERRY_TARGET_LOADS (--target-loads) must name each of {', '.join(words)} once at most,"
+                f" as in high=1600, not {entry!r}."
+            )
+        loads[one] = int(_number("KVFERRY_TARGET_LOADS", tokens, whole=True))
+        if not 0 <= loads[one] <= TARGET_TOKENS_MAX:
+            raise ConfigError(f"KVFERRY_TARGET_LOADS must hold tokens from 0 to {TARGET_TOKENS_MAX}, not {tokens}.")
+    return loads
 
 
 def _switch(name: str, value: str) -> bool:

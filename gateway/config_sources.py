@@ -17,7 +17,7 @@ PREFIX = "KVFERRY_"
 FILE_FLAG = ("--config", "KVFERRY_CONFIG", "", "TOML file of settings, with the keys that --check prints")
 LISTS = ("KVFERRY_INSTANCES", "KVFERRY_API_KEYS")
 """Comma-separated in flags and variables; in the file they may be arrays."""
-TABLES = ("KVFERRY_CAPS",)
+TABLES = ("KVFERRY_CAPS", "KVFERRY_TARGET_LOADS")
 """``n=16,stop=8`` in flags and variables; in the file they may be tables."""
 NEAR = 0.7
 """How alike two names must be for one to be a slip for the other, from 0 to 1."""

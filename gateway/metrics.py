@@ -182,6 +182,7 @@ class MetricsPage:
             for name, text in INSTANCE_TOTALS.items()
         }
         now = time.monotonic()
+        self._members.refresh(now)
         for member in self._members.all():
             instance = member.instance
             for name, labels, total in _migrations(member):
@@ -211,9 +212,9 @@ class MetricsPage:
         if report is None:
             return
         yield "report_age_seconds", now - member.reported_at
-        yield "freeness_steps", float("-inf") if report.freeness_steps is None else report.freeness_steps
-        usage = report.virtual_usage_blocks
-        yield "virtual_usage_blocks", float("inf") if usage is None else usage
+        if (view := self._members.view_of(member.instance.instance_id)) is not None:
+            yield "freeness_steps", view.freeness_steps
+            yield "virtual_usage_blocks", view.virtual_usage_blocks
         yield "blocks", report.blocks_total
         yield "step_seconds", report.step_ms / 1000
         for name in ("requests_running", "requests_waiting", "blocks_free", "blocks_reserved"):

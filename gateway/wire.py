@@ -67,6 +67,21 @@ class PriorityClass(enum.IntEnum):
         return self.name.lower()
 
 
+CLASS_MAX = 1_000
+
+
+def class_of(priority: int) -> int:
+    """The class of a request that vLLM has under ``priority``, as vLLM's own number: of however many there are, a
+    hundred apart. What counts down from a class is still of that class."""
+    return max(-CLASS_MAX, min(-(-priority // 100) * 100, CLASS_MAX))
+
+
+def execution_priority(priority: int) -> int:
+    """How protected such a request is (policy/picking.py): higher is more, 0 is normal. Its class, the other way
+    round."""
+    return -class_of(priority)
+
+
 class WireError(ValueError):
     """A message that does not have the agreed shape."""
 
@@ -268,8 +283,10 @@ class Report(Message):
     requests_waiting: int
     requests_running_max: int
     running_by_priority: dict[str, int]
+    """By class, as :func:`class_of` has it."""
     waiting_by_priority: dict[str, int]
     virtual_usage_blocks: float | None
+    """Without headroom, which is the gateways' to add: they know for which classes."""
     freeness_steps: float | None
     head_of_line_blocks: int
     queued_blocks: int
@@ -287,6 +304,10 @@ class Report(Message):
     :func:`gateway.policy.waiting.room`). ``None``: a plugin that does not admit or refuse."""
     room_places: int = 0
     """Requests that could still join the batch."""
+
+    def runs(self, execution_priority: int) -> bool:
+        """Whether a request of that class runs there."""
+        return self.running_by_priority.get(str(-execution_priority), 0) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +337,15 @@ class Pairing(Message):
     destination_url: str
     lease_ms: int
     concurrency: int = 1
+    """Requests that may be on their way out of the source at a time."""
     fence: int | None = None
     """The token of the leader's lease. A llumlet that has seen a newer one refuses: this leader leads no more."""
+    cool_down_s: float | None = None
+    """A request that has arrived by a move stays that long. ``None``: a gateway that does not say."""
+    moves_max: int | None = None
+    """A request that has moved so often stays, unless the source drains. ``None``: no bound."""
+    protected: list[int] = dataclasses.field(default_factory=list)
+    """Classes with headroom: what is kept free for them is no reason to move them."""
 
 
 MIGRATION_METHODS = ("live", "blocking", "recompute")
@@ -364,6 +392,8 @@ class Resume(Message):
 
     request_id: str
     output_token_ids: list[int]
+    moves: int = 0
+    """Of that request before, from instance to instance."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,9 +77,9 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=GATEWAY_PORT, help=f"the gateway's port (default {GATEWAY_PORT})")
     parser.add_argument(
         "--policy",
-        choices=["none", "llumnix"],
+        choices=["none", "kvferry", "llumnix"],
         default="none",
-        help="who moves requests: none, only you; llumnix, the leader too (default none)",
+        help="who moves requests: none, only you; kvferry or llumnix, the leader too (default none)",
     )
     return run_until_signal(keep_up(parser.parse_args()))
 

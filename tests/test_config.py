@@ -9,6 +9,10 @@ import pytest
 from gateway.__main__ import main
 from gateway.config import Settings, add_flags, read_settings
 from gateway.errors import ConfigError
+from gateway.policy.picking import PickRules
+from gateway.policy.policies import POLICIES
+from gateway.policy.waiting import GROWTH_TOKENS
+from gateway.wire import PriorityClass
 
 GOOD = {"KVFERRY_SECRET": "s", "KVFERRY_INSTANCES": "http://127.0.0.1:8001/, http://127.0.0.1:8002"}
 
@@ -42,6 +46,13 @@ def test_flags_come_before_the_environment() -> None:
         ("KVFERRY_POLICY", "both"),
         ("KVFERRY_LOW_FREENESS_STEPS", "many"),
         ("KVFERRY_LOW_FREENESS_STEPS", "9999"),
+        ("KVFERRY_MOVES_AT_ONCE", "5"),
+        ("KVFERRY_MOVES_MAX", "0"),
+        ("KVFERRY_COOL_DOWN_S", "-1"),
+        ("KVFERRY_TARGET_LOADS", "urgent=1600"),
+        ("KVFERRY_TARGET_LOADS", "high=1,high=2"),
+        ("KVFERRY_TARGET_LOADS", "high"),
+        ("KVFERRY_TARGET_LOADS", "high=-1"),
         ("KVFERRY_TOTAL_TIMEOUT_S", "0"),
         ("KVFERRY_EVENT_GAP_TIMEOUT_S", "inf"),
         ("KVFERRY_HANG_TIMEOUT_S", "nan"),
@@ -62,6 +73,29 @@ def test_every_budget_can_be_set_and_some_may_be_zero() -> None:
     assert settings.limits.queue_per_instance == 9
     settings = read(KVFERRY_LATE_BINDING="off", KVFERRY_ROOM_WAIT_S="12", KVFERRY_AGED_AFTER_S="3")
     assert (settings.late_binding, settings.budgets.room_wait_s, settings.waiting.aged_s) == (False, 12.0, 3.0)
+
+
+def test_the_policy_is_the_one_that_the_simulator_calls_so() -> None:
+    for settings, named in ((read(), "kvferry"), (read(KVFERRY_POLICY="llumnix"), "llumnix")):
+        expected = POLICIES[named]
+        assert (settings.policy, settings.picking) == (expected.leader.policy, expected.picking)
+        assert (settings.moves_at_once, settings.waiting) == (expected.moves_at_once, expected.waiting)
+        thresholds = [
+            (one.low_freeness_steps, one.high_freeness_steps) for one in (settings.migration, expected.leader.migration)
+        ]
+        assert thresholds[0] == thresholds[1]
+    assert POLICIES["kvferry"].growth_tokens == GROWTH_TOKENS
+    own = read(KVFERRY_COOL_DOWN_S="0", KVFERRY_MOVES_MAX="7", KVFERRY_MOVES_AT_ONCE="1")
+    assert (own.picking, own.moves_at_once) == (PickRules(cool_down_s=0.0, moves_max=7), 1)
+
+
+def test_each_class_may_have_a_target_load_if_servers_are_told_the_class() -> None:
+    assert read(KVFERRY_TARGET_LOADS="high=1600, low = 90000").target_loads == {
+        PriorityClass.HIGH: 1600,
+        PriorityClass.LOW: 90_000,
+    }
+    with pytest.raises(ConfigError, match="KVFERRY_SEND_PRIORITY"):
+        read(KVFERRY_TARGET_LOADS="high=1600", KVFERRY_SEND_PRIORITY="off")
 
 
 def test_without_keys_only_loopback_is_listened_on() -> None:

@@ -172,6 +172,7 @@ async def test_whatever_is_lost_or_stops_the_streams_of_the_other_gateways_are_w
 ) -> None:
     options = Options(models=(MODEL,), secret=SECRET, instance_ids="f", engine=ENGINE, profile=PACE)
     thresholds = {
+        "KVFERRY_POLICY": "llumnix",  # Requests are to move on and on, and to make the next one full.
         "KVFERRY_LOW_FREENESS_STEPS": BETWEEN_THREE_AND_FOUR_STEPS,
         "KVFERRY_HIGH_FREENESS_STEPS": BETWEEN_THREE_AND_FOUR_STEPS,
     }

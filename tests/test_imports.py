@@ -110,7 +110,7 @@ def test_the_plugin_and_the_load_tests_know_the_gateway_only_by_its_messages_and
 
 WHOLE_GATEWAYS = {"deciding_gateway.py"}
 """What is a gateway itself: a process of a benchmark that asks one for decisions faster than HTTP could."""
-WITHOUT_VLLM = {"vllm_plugin.handshake", "vllm_plugin.settings"}
+WITHOUT_VLLM = {"vllm_plugin.handshake", "vllm_plugin.pairing", "vllm_plugin.settings"}
 """What the fake instances take from the plugin, so that both speak the same handshake with the same limits."""
 
 
@@ -118,7 +118,8 @@ def test_what_the_fakes_take_from_the_plugin_needs_no_vllm() -> None:
     for name in WITHOUT_VLLM:
         path = ROOT / f"{name.replace('.', '/')}.py"
         roots = {part.split(".")[0] for part in imports(path)}
-        assert roots <= sys.stdlib_module_names | {"aiohttp", "gateway"}, path
+        assert roots <= sys.stdlib_module_names | {"aiohttp", "gateway", "vllm_plugin"}, path
+        assert {part for part in imports(path) if part.startswith("vllm_plugin")} <= WITHOUT_VLLM, path
 
 
 def test_the_engine_model_has_no_clock_and_no_dice() -> None:

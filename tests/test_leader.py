@@ -160,7 +160,11 @@ def leader_of(store: Store, executor: Executor, lease_s: float = 1.0) -> Leader:
         card = {"id": MODEL, "root": MODEL, "parent": None}
         members.probed(Instance(instance_id, "http://x", "boot-1"), [card], True, None, time.monotonic())
         members.reported(wire.Report.from_json(fake.report()), time.monotonic())
-    return Leader("g", store, members, executor, PolicySettings(), lease_s, Counters())
+    return Leader("g", store, members, executor, PolicySettings(), lease_s, Counters(), nothing_kept)
+
+
+async def nothing_kept() -> frozenset[str]:
+    return frozenset()
 
 
 async def test_an_instance_that_hangs_costs_the_leader_a_share_of_its_lease_and_not_the_lease() -> None:

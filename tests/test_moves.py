@@ -270,7 +270,7 @@ async def test_a_destination_that_answers_410_is_made_good_from_the_gateways_own
         a.script = in_turn(source, generate)
         assert await stream(running) == unmoved
         ((_, resume),) = a.resumes.items()
-        assert resume == wire.Resume(a.received[-1].headers[wire.REQUEST_ID_HEADER], token_ids(0, 3))
+        assert resume == wire.Resume(a.received[-1].headers[wire.REQUEST_ID_HEADER], token_ids(0, 3), moves=1)
         assert [move["kind"] for move in await moves_of(running)] == ["migrated", "resumed"]
 
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gateway.policy.waiting import GROWTH_TOKENS
+from gateway.wire import class_of
 from vllm_plugin import compat
 from vllm_plugin.admission import Admission
 from vllm_plugin.settings import FREEZE_LIMIT_S, NEXT_BLOCK_LIMIT_S, PIN_LIMIT_S, RESERVATION_LEASE_S
@@ -269,6 +271,8 @@ class EngineAgent:
             ),
             "running": [len(self.port.held_blocks(request)) for request in running],
             "waiting": [self._demand(request) for request in waiting],
+            "running_by_class": _by_class(running),
+            "waiting_by_class": _by_class(waiting),
             "step_ms": round(self.step_ms, 3),
             "staying": dict(self.staying),
         }  # fmt: skip
@@ -294,7 +298,7 @@ class EngineAgent:
             "output_tokens": request.num_output_tokens,
             "blocks": len(self.port.held_blocks(request)),
             "priority": request.priority,
-            "settled_s": time.monotonic() - self.arrived_at.get(request_id, 0.0),
+            "settled_s": time.monotonic() - self.arrived_at[request_id] if request_id in self.arrived_at else None,
             "reason": reason,
         }  # fmt: skip
 
@@ -579,6 +583,10 @@ class EngineAgent:
 
     def _demand(self, request: compat.Request) -> int:
         return int(-(-(request.num_tokens + 1) // self.port.block_size))
+
+
+def _by_class(requests: Iterable[compat.Request]) -> dict[str, int]:
+    return dict(Counter(str(class_of(request.priority)) for request in requests))
 
 
 def _managed_id(request: compat.Request) -> str:

@@ -103,6 +103,8 @@ class Reserve(wire.Message):
     output_token_ids: list[int]
     cache_salt: str | None
     blocks: int
+    moves: int = 0
+    """Of that request before this one."""
 
 
 def read_agents(agents: list[list[Any]]) -> list[tuple[str, int]]:

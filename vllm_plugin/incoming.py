@@ -43,6 +43,8 @@ class Incoming:
         self.rank_agents: list[tuple[str, int]] = []
         """Host and port of the source's KV agents, by rank."""
         self.read_token = ""
+        self.moves = 0
+        """Of that request so far, with the one that brings it here."""
         self.blocks = 0
         """Leading blocks that are here."""
         self.tokens: list[int] = []

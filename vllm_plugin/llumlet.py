@@ -19,12 +19,13 @@ from typing import Any
 import aiohttp
 
 from gateway import wire
+from gateway.policy.picking import Movable
 from gateway.policy.usage import RequestUsage, freeness_steps, virtual_usage_blocks
 from vllm_plugin import __version__, compat, metrics
 from vllm_plugin.handshake import Commit, Destination, Fence, Peer, Refused, Reserve, Stage, read_agents
 from vllm_plugin.incoming import Incoming
 from vllm_plugin.outgoing import Migration
-from vllm_plugin.pairs import RESTS_S, Pairs
+from vllm_plugin.pairing import Paired, counted_moves
 from vllm_plugin.session import Session
 from vllm_plugin.settings import (
     COMMIT_TIMEOUT_S,
@@ -33,11 +34,11 @@ from vllm_plugin.settings import (
     PREBIND_WAIT_S,
     REPORT_INTERVAL_S,
     RESUMES_MAX,
-    SETTLE_S,
     STAGE_TIMEOUT_S,
     Settings,
 )
 from vllm_plugin.transfer import AgentClient, TransferError
+from vllm_plugin.uncopied import RESTS_S, Uncopied
 
 logger = logging.getLogger("vllm.kvferry.llumlet")
 
@@ -84,17 +85,14 @@ class Llumlet:
         self._incoming: dict[str, Incoming] = {}
         self._outgoing: dict[str, Migration] = {}
         self._aborted: deque[str] = deque(maxlen=ABORTED_KEPT)
-        self._pairing: wire.Pairing | None = None
-        self._pairing_until = 0.0
+        self._paired = Paired()
         self._fence = Fence()
-        self._pairing_rests_until = 0.0
-        """A destination that has just refused, or failed, is not asked again at once."""
         self._report: wire.Report | None = None
         self._reported = asyncio.Condition()
         self._staying: Counter[str] = Counter()
         """Of the engine's counts of requests that cannot move, those that are on the metrics page."""
         self._migrations_ended = wire.MigrationTotals()
-        self._pairs = Pairs()
+        self._uncopied = Uncopied()
         self._readers = 0
         """Gateways that read the reports now."""
         self._sequence = 0
@@ -180,6 +178,7 @@ class Llumlet:
             raise Refused("too many requests are waiting to be resumed")
         incoming = Incoming(resume_id, resume.request_id, self.engine)
         incoming.tokens = resume.output_token_ids
+        incoming.moves = counted_moves(resume.moves)
         incoming.committed = True
         self._incoming[resume_id] = incoming
 
@@ -213,6 +212,7 @@ class Llumlet:
         incoming = Incoming(migration_id, body.request_id, self.engine)
         incoming.copy = self._data.kv_format is not None and self._data.kv_format == body.kv_format
         incoming.is_migration = True
+        incoming.moves = counted_moves(body.moves + 1)
         incoming.rank_agents = read_agents(body.agents)
         incoming.copy = incoming.copy and len(incoming.rank_agents) == len(self._data.agents)
         incoming.read_token = body.read_token
@@ -376,7 +376,7 @@ class Llumlet:
             raise Refused("the request is moving already")
         if len(self._outgoing) >= MIGRATIONS_OUT_MAX:
             raise Refused("too many requests are moving already")
-        copies = order.method != "recompute" and self._pairs.copies(order.destination_id)
+        copies = order.method != "recompute" and self._uncopied.copies(order.destination_id)
         kv_format = self._data.kv_format if copies else None
         migration = Migration(
             session,
@@ -406,8 +406,8 @@ class Llumlet:
     def _note_copy(self, migration: Migration, result: wire.MigrationResult) -> None:
         destination_id = result.destination_id
         if result.bytes_sent and result.outcome == "committed":
-            self._pairs.copied(destination_id)
-        elif migration.could_not_copy and self._pairs.failed(destination_id):
+            self._uncopied.copied(destination_id)
+        elif migration.could_not_copy and self._uncopied.failed(destination_id):
             why = result.reason
             logger.warning("moves to %s copy no blocks for the next %.0f s: %s", destination_id, RESTS_S, why)
 
@@ -418,21 +418,14 @@ class Llumlet:
     def pair(self, pairing: wire.Pairing | None, fence: int | None = None) -> None:
         """The leader's lease: move requests to that destination until it lapses (paper, section 4.4.3)."""
         self._fence.check(pairing.fence if pairing is not None else fence)
-        self._pairing = pairing
-        self._pairing_until = time.monotonic() + pairing.lease_ms / 1000 if pairing is not None else 0.0
+        self._paired.set(pairing, time.monotonic())
 
     async def _follow_pairing(self) -> None:
-        pairing = self._pairing
-        if pairing is None or time.monotonic() > self._pairing_until:
-            self._pairing = None
+        if not self._paired.places(len(self._outgoing), time.monotonic()):
             return
-        if len(self._outgoing) >= min(pairing.concurrency, MIGRATIONS_OUT_MAX):
-            return
-        if time.monotonic() < self._pairing_rests_until:
-            return
-        chosen = self._choose(await self.engine("requests"))
-        if chosen is not None:
-            order = wire.MigrateOrder(chosen, pairing.destination_id, pairing.destination_url)
+        candidates = self._movable(await self.engine("requests"))
+        places = self._paired.places(len(self._outgoing), time.monotonic())  # The engine may have taken its time.
+        for order in self._paired.choose(candidates, places, draining=self.draining):
             self._spawn(self._try_migrate(order))
 
     async def _try_migrate(self, order: wire.MigrateOrder) -> None:
@@ -441,25 +434,25 @@ class Llumlet:
         except (Refused, NoSuchRequest) as refusal:
             logger.info("migrate %s: %s", order.request_id, refusal)
             committed = False
-        if not committed:
-            self._pairing_rests_until = time.monotonic() + SETTLE_S
+        if not committed and order.request_id in self._sessions:  # Else it has ended here, and nobody has refused it.
+            self._paired.rest(time.monotonic())
 
-    def _choose(self, requests: list[dict[str, Any]]) -> str | None:
-        """Lowest execution priority first, then the shortest sequence; ties by id (paper, section 4.4.3).
-
-        Of running requests; queued ones leave as well where the instance drains.
-        """
-        candidates = [
-            (request["prompt_tokens"] + request["output_tokens"], request["request_id"])
+    def _movable(self, requests: list[dict[str, Any]]) -> list[Movable]:
+        return [
+            self._paired.movable(
+                request["request_id"],
+                request["priority"],
+                request["prompt_tokens"] + request["output_tokens"],
+                is_running=request["state"] == "running",
+                moves=session.moves,
+                settled_s=request["settled_s"],
+            )
             for request in requests
             if request["reason"] is None
-            and (request["state"] == "running" or self.draining)
-            and request["settled_s"] > SETTLE_S
             and request["request_id"] not in self._outgoing
             and (session := self._sessions.get(request["request_id"])) is not None
             and session.reason is None
         ]
-        return min(candidates)[1] if candidates else None
 
     # Reports.
 
@@ -568,8 +561,8 @@ class Llumlet:
             requests_running=len(running),
             requests_waiting=len(waiting),
             requests_running_max=self._description["requests_running_max"],
-            running_by_priority={"0": len(running)},
-            waiting_by_priority={"0": len(waiting)},
+            running_by_priority=counts["running_by_class"],
+            waiting_by_priority=counts["waiting_by_class"],
             virtual_usage_blocks=None if self.draining else usage,
             freeness_steps=None if self.draining else freeness,
             head_of_line_blocks=waiting[0] if waiting else 0,

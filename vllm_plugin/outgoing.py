@@ -144,6 +144,7 @@ class Migration:
                 "output_token_ids": begun["output_token_ids"],
                 "cache_salt": begun["cache_salt"],
                 "blocks": blocks,
+                "moves": self.session.moves,
             },
             STAGE_TIMEOUT_S,
         )

@@ -69,6 +69,11 @@ class Session:
     def __repr__(self) -> str:
         return f"<Session {self.request_id} live={self.live} tokens={self._seen_tokens} moved={self.moved}>"
 
+    @property
+    def moves(self) -> int:
+        """How often the request has moved to get here."""
+        return self.incoming.moves if self.incoming is not None else 0
+
     def fail(self, reason: str) -> None:
         """End a resumed reply that has not begun."""
         if not self.ended.is_set():

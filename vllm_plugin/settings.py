@@ -39,7 +39,10 @@ DRAIN_TIMEOUT_MAX_S = 3600.0
 RESUMES_MAX = 4096
 GROWTH_TOKENS_MAX = 4096
 SETTLE_S = 1.0
-"""A request that has just arrived is not picked to move on by a pairing before this."""
+"""A request that has just arrived is not picked to move on before this by a pairing that does not say for itself; and
+so long a destination that has just refused is left alone."""
+MOVES_COUNTED_MAX = 1_000
+"""Of one request; more are not told apart."""
 
 
 class SettingsError(RuntimeError):

@@ -12,8 +12,11 @@ from gateway import wire
 from gateway.cluster.health import Health, HealthSettings, may_eject_one
 from gateway.cluster.views import Look, Views
 from gateway.errors import LegError, LegUnreachable
+from gateway.policy.protection import Targets, with_headroom
 from gateway.policy.usage import freeness_steps
 from gateway.policy.view import ClusterView, InstanceView, ModelGroup, unknown_load
+
+NO_TARGETS: Targets = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,15 @@ class Patience:
 class Members:
     """``now`` is this process's monotonic clock in seconds, everywhere."""
 
-    def __init__(self, report_stale_s: float, unheard_s: float = 5.0, health: HealthSettings | None = None) -> None:
+    def __init__(
+        self,
+        report_stale_s: float,
+        unheard_s: float = 5.0,
+        health: HealthSettings | None = None,
+        targets: Targets = NO_TARGETS,
+    ) -> None:
+        """``targets``: of the classes with headroom, which is added to what instances report."""
+        self._targets = targets
         self._report_stale_s = report_stale_s
         self._unheard_s = unheard_s
         self._health = health or HealthSettings()
@@ -387,7 +398,7 @@ class Members:
     def _view(self, member: Member, now: float) -> InstanceView:
         stale = self.is_stale(member, now)
         if member.instance.managed:
-            return _view(member, stale)
+            return _view(member, stale, self._targets)
         return _plain_view(member, stale, self.knows_load(member, now))
 
     def _holds_until(self, member: Member, now: float) -> float:
@@ -451,11 +462,11 @@ def _plain_view(member: Member, stale: bool, load_known: bool) -> InstanceView:
     )
 
 
-def _view(member: Member, stale: bool) -> InstanceView:
+def _view(member: Member, stale: bool, targets: Targets) -> InstanceView:
     report = member.report
     if report is None:
         return unknown_load(member.instance.instance_id, member.groups, member.usable)
-    return InstanceView(
+    view = InstanceView(
         instance_id=member.instance.instance_id,
         groups=member.groups,
         healthy=member.usable,
@@ -477,6 +488,7 @@ def _view(member: Member, stale: bool) -> InstanceView:
         room_places=report.room_places,
         blocks_used=max(0, report.blocks_total - report.blocks_free - report.blocks_reserved),
     )
+    return with_headroom(view, [one for one in targets if report.runs(one)], targets) if targets else view
 
 
 def _group(card: dict[str, Any]) -> ModelGroup:

@@ -162,6 +162,8 @@ class SharedOrder:
         self._former_id = "-"
         self._budget_s = budget_s
         self._counters = counters
+        self._turn = asyncio.Lock()
+        """One asks at a time: of the answer that does not come, the next one hears as well."""
         self._asking: asyncio.Task[list[Any]] | None = None
         """Asked in vain, or to see whether Redis is back."""
         self._tried_at = time.monotonic()
@@ -223,6 +225,10 @@ class SharedOrder:
 
     async def _answered(self, calls: list[ScriptCall]) -> list[Any] | None:
         """``None``, and from now on alone, if no answer comes within the budget."""
+        async with self._turn:
+            return await self._answered_in_time(calls) if self.is_shared else None
+
+    async def _answered_in_time(self, calls: list[ScriptCall]) -> list[Any] | None:
         asking = asyncio.create_task(self._run(calls), name="waiting")
         try:
             if not await answered_within(asking, self._budget_s):

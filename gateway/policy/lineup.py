@@ -80,6 +80,15 @@ class Lineup:
         """As ``choose_instance``."""
         return min(self._ranks.values())[-1] if self._ranks else None
 
+    def best_protecting(self, tokens: int) -> str | None:
+        """As ``choose_protecting``."""
+        free = [
+            (one.site.free_blocks * one.site.block_size, instance_id)
+            for instance_id in self._ranks
+            if (one := self._standings[instance_id]).site.protects
+        ]
+        return min(((left, instance_id) for left, instance_id in free if left >= tokens), default=(0.0, None))[1]
+
     @property
     def load_unknown(self) -> list[Standing]:
         return [self._standings[instance_id] for instance_id in sorted(self._load_unknown)]

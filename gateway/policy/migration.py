@@ -13,12 +13,12 @@ from gateway.policy.view import ClusterView, InstanceView, ModelGroup
 class MigrationSettings:
     """Thresholds in decode steps. A source is below the low one, a destination above the high one."""
 
-    low_freeness_steps: float = 160.0
-    high_freeness_steps: float = 480.0
+    low_freeness_steps: float = 48.0
+    high_freeness_steps: float = 48.0
     guards_destination: bool = False
     """One that a request of the source's mean size would bring below the low threshold is none."""
     empties_kept: bool = False
-    """The instance that is kept for a waiting request is a source, however free, and no destination."""
+    """An instance that is kept for a waiting request is a source, however free, and no destination."""
 
 
 def pair_instances(view: ClusterView, current: Mapping[str, str], settings: MigrationSettings) -> dict[str, str]:
@@ -27,13 +27,15 @@ def pair_instances(view: ClusterView, current: Mapping[str, str], settings: Migr
     A pair that still holds is kept, so that a migration under way is not turned round. Otherwise a destination with the
     same KV format comes first, since a move to any other has to recompute; then the freest; ties by id.
     """
-    kept_id = view.kept_id if settings.empties_kept else None
+    kept_ids = view.kept_ids if settings.empties_kept else frozenset()
     sources = sorted(
-        (one for one in view.instances if _is_source(one, settings, is_kept=one.instance_id == kept_id)),
-        key=lambda one: (one.instance_id != kept_id, one.freeness_steps, one.instance_id),
+        (one for one in view.instances if _is_source(one, settings, is_kept=one.instance_id in kept_ids)),
+        key=lambda one: (one.instance_id not in kept_ids, one.freeness_steps, one.instance_id),
     )
     free = {
-        one.instance_id: one for one in view.instances if one.instance_id != kept_id and _is_destination(one, settings)
+        one.instance_id: one
+        for one in view.instances
+        if one.instance_id not in kept_ids and _is_destination(one, settings)
     }
     pairs: dict[str, str] = {}
     for source in sources:

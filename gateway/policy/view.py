@@ -69,8 +69,9 @@ class InstanceView:
 @dataclass(frozen=True, slots=True)
 class ClusterView:
     instances: tuple[InstanceView, ...]
-    kept_id: str | None = None
-    """The instance that takes nobody else until the request that has waited longest fits there (policy/waiting.py)."""
+    kept_ids: frozenset[str] = frozenset()
+    """Instances that take nobody else until the request that has waited longest fits there (policy/waiting.py): of each
+    model one at most."""
     waiting_tokens: int = 0
     """Of prompts that wait at the gateways."""
 

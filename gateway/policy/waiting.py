@@ -15,7 +15,7 @@ from gateway.policy.dispatch import Sent, queue_length
 from gateway.policy.usage import freeness_steps
 from gateway.policy.view import InstanceView
 
-GROWTH_TOKENS = 8
+GROWTH_TOKENS = 16
 """Steps that every running request must be able to go on after a newcomer has its prompt; else the newcomer's place is
 soon paid for by a preemption."""
 
@@ -100,7 +100,17 @@ def site(instance: InstanceView, sent: Sent) -> Site:
         queued = queue_length(instance, sent)
         is_open = not instance.load_known or (free > 0 and queued == 0)
         open_room = Room(0, PLACES_UNKNOWN if is_open else 0)
-        return Site(instance.instance_id, open_room, instance.block_size, 0, free, batch, queued, says_room=False)
+        return Site(
+            instance.instance_id,
+            open_room,
+            instance.block_size,
+            0,
+            free,
+            batch,
+            queued,
+            says_room=False,
+            protects=instance.protects,
+        )
     blocks = instance.room_blocks - (-(-sent.tokens // instance.block_size))
     left = Room(blocks, instance.room_places - sent.requests)
     queued = instance.requests_waiting  # Nothing is sent there to wait, so what is on its way does not count.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from gateway import wire
@@ -11,11 +12,29 @@ from gateway.cluster.members import Instance, Members
 from gateway.counters import OTHER, Counters
 from gateway.errors import LlumletRefused, LlumletUnreachable
 from gateway.policy.decide import Action, Pair, Unpair
+from gateway.policy.picking import PickRules
 from gateway.telemetry import log
 
 
+@dataclass(frozen=True, slots=True)
+class MoveRules:
+    """What a pairing lets its source move. ``protected``: the classes with headroom."""
+
+    picking: PickRules = field(default_factory=PickRules)
+    at_once: int = 1
+    protected: tuple[wire.PriorityClass, ...] = ()
+
+
 class Executor:
-    def __init__(self, members: Members, llumlets: LlumletClient, pairing_lease_s: float, counters: Counters) -> None:
+    def __init__(
+        self,
+        members: Members,
+        llumlets: LlumletClient,
+        pairing_lease_s: float,
+        counters: Counters,
+        rules: MoveRules = MoveRules(),
+    ) -> None:
+        self._rules = rules
         self._members = members
         self._llumlets = llumlets
         self._pairing_lease_ms = int(pairing_lease_s * 1000)
@@ -73,7 +92,17 @@ class Executor:
         source, destination = self._members.get(action.source_id), self._members.get(action.destination_id)
         if source is None or destination is None:
             return
-        pairing = wire.Pairing(destination.instance_id, destination.url, self._pairing_lease_ms, fence=fence)
+        rules = self._rules
+        pairing = wire.Pairing(
+            destination.instance_id,
+            destination.url,
+            self._pairing_lease_ms,
+            concurrency=rules.at_once,
+            fence=fence,
+            cool_down_s=rules.picking.cool_down_s,
+            moves_max=rules.picking.moves_max,
+            protected=[int(one) for one in rules.protected],
+        )
         await self._llumlets.pair(source.url, pairing)
 
     async def _unpair(self, action: Unpair, fence: int) -> None:

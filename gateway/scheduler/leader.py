@@ -9,14 +9,16 @@ on while it stands still, and which nobody sets.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
+from collections.abc import Awaitable, Callable
 
 from gateway.cluster.members import Members
 from gateway.cluster.store import Lease, Store
 from gateway.counters import Counters
 from gateway.errors import StoreUnavailable
-from gateway.policy.decide import Action, Memory, Pair, PolicySettings, decide
+from gateway.policy.decide import Action, Memory, Pair, Policy, PolicySettings, decide
 from gateway.scheduler.executor import Executor
 from gateway.telemetry import Changes, log
 from gateway.wire import FENCE_MAX
@@ -37,7 +39,10 @@ class Leader:
         settings: PolicySettings,
         lease_s: float,
         counters: Counters,
+        kept: Callable[[], Awaitable[frozenset[str]]],
     ) -> None:
+        """``kept``: the instances that are kept for requests that wait, at whatever gateway."""
+        self._kept = kept
         self._gateway_id = gateway_id
         self._store = store
         self._members = members
@@ -67,7 +72,9 @@ class Leader:
             return
         began_at = time.monotonic()
         before = self._memory
-        actions, self._memory = decide(self._members.view(time.monotonic()), before, time.monotonic(), self._settings)
+        kept_ids = await self._kept() if self._settings.policy is Policy.KVFERRY else frozenset[str]()
+        view = dataclasses.replace(self._members.view(time.monotonic()), kept_ids=kept_ids)
+        actions, self._memory = decide(view, before, time.monotonic(), self._settings)
         for action in actions:
             self._say(action, before)
         acts_at = time.monotonic()

@@ -90,11 +90,13 @@ class Dispatcher:
         *,
         is_new: bool = False,
         waiting: int = 0,
+        protected_tokens: int | None = None,
     ) -> Instance:
         """Raises :class:`NotFound` for a model that no instance serves, else :class:`NoInstance`.
 
         ``group``: of a request that has begun; it goes on only where the same is served. ``is_new``: nobody works on
         the request yet, so that it can be turned away when all queues are long. ``waiting``: at gateways.
+        ``protected_tokens``: of the prompt of one with headroom.
         """
         now, served = self._clock(), self.lineup(model)
         lineup = served.only(exclude)
@@ -102,7 +104,8 @@ class Dispatcher:
             raise _overloaded()
         if group is not None:
             lineup = lineup.only((), group)
-        chosen = self._trickle(lineup, now) or lineup.best()
+        joined = lineup.best_protecting(protected_tokens) if protected_tokens is not None else None
+        chosen = joined or self._trickle(lineup, now) or lineup.best()
         instance = None if chosen is None else self._members.get(chosen)
         if instance is not None:
             return instance

@@ -167,7 +167,8 @@ class Server:
         resume_id = uuid.uuid4().hex
         tokens = list(session.output_token_ids)
         try:
-            await self._backend.put_resume(instance, resume_id, wire.Resume(session.request_id, tokens))
+            moves = sum(move.kind == "migrated" for move in session.moves)
+            await self._backend.put_resume(instance, resume_id, wire.Resume(session.request_id, tokens, moves))
         except LegError as error:
             self._members.leg_lost(instance, error, time.monotonic())
             error.is_death = False  # It had not begun with the request.

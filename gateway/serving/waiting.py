@@ -24,7 +24,7 @@ from gateway.counters import Counters
 from gateway.errors import GatewayError, NoInstance, Overloaded
 from gateway.policy.lineup import Lineup
 from gateway.policy.view import ModelGroup
-from gateway.policy.waiting import Site, Waiter, WaitingRules, allot
+from gateway.policy.waiting import Site, Waiter, WaitingRules, allot, kept_instance
 from gateway.serving.dispatch import Dispatcher
 from gateway.serving.shares import Shares
 from gateway.wire import Busy, PriorityClass
@@ -69,9 +69,14 @@ class Ticket:
     is_told: bool = False
     """Redis knows of it."""
     chosen: asyncio.Future[Instance] | None = None
+    is_protected: bool = False
+    """Its class has headroom."""
 
     def waiter(self, now: float) -> Waiter:
-        return Waiter(self.request_id, self.priority_class, now - self.since, self.tokens, self.exclude)
+        waited_s = now - self.since
+        return Waiter(
+            self.request_id, self.priority_class, waited_s, self.tokens, self.exclude, is_protected=self.is_protected
+        )
 
     def entry(self, now: float) -> Entry:
         return Entry(self.request_id, self.priority_class, now - self.since, self.tokens)
@@ -101,8 +106,11 @@ class Waiting:
         counters: Counters,
         *,
         binds_late: bool,
+        protected: Collection[PriorityClass] = (),
     ) -> None:
-        """``binds_late``: else a request goes to the best instance at once, and waits in its queue if need be."""
+        """``binds_late``: else a request goes to the best instance at once, and waits in its queue if need be.
+        ``protected``: the classes with headroom."""
+        self._protected = frozenset(protected)
         self._dispatcher = dispatcher
         self._order = order
         self._rules = rules
@@ -128,7 +136,9 @@ class Waiting:
     def ticket(
         self, request_id: str, model: str | None, priority_class: PriorityClass, body_bytes: int, key_id: str
     ) -> Ticket:
-        return Ticket(request_id, model, priority_class, body_bytes // GUESS_BYTES_PER_TOKEN, key_id)
+        is_protected = priority_class in self._protected
+        tokens = body_bytes // GUESS_BYTES_PER_TOKEN
+        return Ticket(request_id, model, priority_class, tokens, key_id, is_protected=is_protected)
 
     async def start(self, ticket: Ticket, exclude: Collection[str] = (), *, is_new: bool = True) -> Instance:
         """Where the request is to be sent now. Raises :class:`Overloaded` when too many wait or it has waited for too
@@ -138,7 +148,8 @@ class Waiting:
         began_at = time.perf_counter()
         lineup = self._lineup(model, ticket.exclude)
         if not lineup.says_room:
-            return await self.choose(model, exclude, is_new=is_new)
+            protected_tokens = ticket.tokens if ticket.is_protected else None
+            return await self.choose(model, exclude, is_new=is_new, protected_tokens=protected_tokens)
         if is_new and not ticket.busies:
             self._dispatcher.check_depth(lineup, self.length(model))
         if ticket.busies < TRIES_AT_ONCE and not self.length(model):
@@ -178,12 +189,15 @@ class Waiting:
         group: ModelGroup | None = None,
         *,
         is_new: bool = True,
+        protected_tokens: int | None = None,
     ) -> Instance:
         """As :meth:`Dispatcher.choose`, later: the best one, whether it has room or not."""
         began_at = time.perf_counter()
         waiting = self.length(model) if is_new else 0
         try:
-            instance = self._dispatcher.choose(model, exclude, group, is_new=is_new, waiting=waiting)
+            instance = self._dispatcher.choose(
+                model, exclude, group, is_new=is_new, waiting=waiting, protected_tokens=protected_tokens
+            )
             self._decisions.observe(time.perf_counter() - began_at)
             return instance
         except Overloaded:
@@ -221,6 +235,22 @@ class Waiting:
     def length(self, model: str | None) -> int:
         """Requests that wait for room for this model, here and, as far as is known, at other gateways."""
         return len(self._lines.get(model, ())) + self._elsewhere.get(model or "", 0)
+
+    async def kept(self) -> frozenset[str]:
+        """The instances that take nobody else until a request fits there that has waited longest, at any gateway: of
+        each model one at most. Asks Redis, as long as anybody is known to wait."""
+        known = {*(model or "" for model in self._lines), *self._elsewhere}
+        names = sorted(name for name in known if self.length(name or None))
+        if not self._binds_late or not names:
+            return frozenset()
+        lines = await self._order.look([Ask(name, (), ()) for name in names])
+        now = time.monotonic()
+        found = set()
+        for name, line in zip(names, lines if lines is not None else [None] * len(names), strict=True):
+            model = name or None
+            waiters = self._waiters_of(self._lines.get(model, {}), line, (), now)
+            found.add(kept_instance(waiters, self._dispatcher.lineup(model).sites(), self._rules))
+        return frozenset(one for one in found if one is not None)
 
     def waiting_by_class(self) -> dict[PriorityClass, int]:
         """In this gateway."""
@@ -399,7 +429,11 @@ class Waiting:
                 if ticket is not None and ticket.is_open:  # Else it has just left.
                     waiters.append(ticket.waiter(now))
             elif entry.request_id not in stuck:
-                waiters.append(Waiter(entry.request_id, entry.priority_class, entry.waited_s, entry.tokens))
+                is_protected = entry.priority_class in self._protected
+                waited_s, tokens = entry.waited_s, entry.tokens
+                waiters.append(
+                    Waiter(entry.request_id, entry.priority_class, waited_s, tokens, is_protected=is_protected)
+                )
         return waiters
 
     def _forget_telling(self) -> None:

@@ -225,7 +225,7 @@ class Exchange:
             asked.output_tokens_max,
             arrived_at=time.monotonic(),
             priority=asked.priority,
-            execution_priority=int(asked.priority < 0),
+            execution_priority=wire.execution_priority(asked.priority),
             seed=asked.seed,
             is_admitted=starts_now,
         )

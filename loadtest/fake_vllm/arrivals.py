@@ -13,6 +13,7 @@ from gateway import wire
 from loadtest.fake_vllm.instance import Instance, Reply
 from loadtest.sim.engine import EngineError, Request
 from vllm_plugin.handshake import Commit, Refused, Reserve, Stage, read_agents
+from vllm_plugin.pairing import counted_moves
 from vllm_plugin.settings import (
     CLAIM_LIMIT_S,
     COMMIT_TIMEOUT_S,
@@ -43,6 +44,10 @@ class Arrival:
         self.read_token = ""
         self.blocks = 0
         self.is_migration = False
+        self.moves = 0
+        """Of the request so far, with the one that brings it here."""
+        self.started_at: float | None = None
+        """When it went on here."""
         self.committed = False
         self.reply: Reply | None = None
         self.bound = asyncio.Event()
@@ -109,6 +114,7 @@ class Arrivals:
         arrival = Arrival(migration_id, body.request_id, body.prompt_token_ids, body.output_token_ids)
         agents = read_agents(body.agents)
         arrival.is_migration = True
+        arrival.moves = counted_moves(body.moves + 1)
         arrival.copy = self._kv_format is not None and self._kv_format == body.kv_format and len(agents) == 1
         arrival.agent = agents[0] if arrival.copy else None
         arrival.read_token = body.read_token
@@ -187,6 +193,7 @@ class Arrivals:
             raise Refused("too many requests are waiting to be resumed")
         arrival = Arrival(resume_id, resume.request_id, [], resume.output_token_ids)
         arrival.committed = True
+        arrival.moves = counted_moves(resume.moves)
         self._arrivals[resume_id] = arrival
 
     def delete_resume(self, resume_id: str) -> None:
@@ -222,6 +229,7 @@ class Arrivals:
             self._give_up(arrival, "the output tokens so far are not those of this request")
             return
         request.output_tokens = output_tokens
+        arrival.started_at = time.monotonic()
         del self._arrivals[arrival.resume_id]
         try:
             if output_tokens >= request.output_tokens_max:

@@ -31,7 +31,9 @@ class Departure:
         kv_format: str | None,
         agent: tuple[str, int],
         method: str,
+        moves: int,
     ) -> None:
+        """``moves``: of the request before."""
         self.migration_id = secrets.token_hex(8)
         self.reply = reply
         self.destination = destination
@@ -43,6 +45,7 @@ class Departure:
         self._kv_format = kv_format if method != "recompute" else None
         self._agent = agent
         self._method = method
+        self._moves = moves
         self._shows_comments = reply.is_stream
         self._copy = False
         self._blocks = self._tokens = self._reused = self._bytes = self._stages = 0
@@ -104,6 +107,7 @@ class Departure:
                 "output_token_ids": request.output_token_ids(0, self._tokens),
                 "cache_salt": None,
                 "blocks": len(exported.blocks),
+                "moves": self._moves,
             },
             STAGE_TIMEOUT_S,
         )

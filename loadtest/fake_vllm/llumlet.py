@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from gateway import wire
+from gateway.policy.picking import Movable
 from loadtest.fake_vllm.arrivals import Arrival, Arrivals, contents_fetcher
 from loadtest.fake_vllm.departures import Departure
 from loadtest.fake_vllm.instance import Instance, Reply
@@ -19,7 +20,8 @@ from loadtest.sim.admission import judge
 from loadtest.sim.engine import State
 from loadtest.sim.reports import Identity, make_report
 from vllm_plugin.handshake import Destination, Fence, Peer, Refused
-from vllm_plugin.settings import MIGRATIONS_OUT_MAX, REPORT_INTERVAL_S, SETTLE_S
+from vllm_plugin.pairing import Paired
+from vllm_plugin.settings import MIGRATIONS_OUT_MAX, REPORT_INTERVAL_S
 
 logger = logging.getLogger("kvferry.fake")
 
@@ -44,11 +46,11 @@ class Llumlet:
         self.arrivals = Arrivals(instance, identity.kv_format, contents_fetcher(http, secret, copy_s))
         self._sessions: dict[str, Reply] = {}
         self._departures: dict[str, Departure] = {}
-        self._arrived_at: dict[str, float] = {}
+        self._arrived: dict[str, Arrival] = {}
+        """How those have come that did not begin here."""
         self.migrations_ended = wire.MigrationTotals()
         self._fence = Fence()
-        self._pairing: wire.Pairing | None = None
-        self._pairing_until = self._pairing_rests_until = 0.0
+        self._paired = Paired()
         self._line = b""
         self._readers = 0
         self._sequence = 0
@@ -71,13 +73,13 @@ class Llumlet:
         arrival = self.arrivals.claim(resume_id, reply) if resume_id is not None else None
         self._sessions[reply.request_id] = reply
         if arrival is not None:
-            self._arrived_at[reply.request_id] = time.monotonic()
+            self._arrived[reply.request_id] = arrival
         return arrival
 
     def close_session(self, reply: Reply, arrival: Arrival | None) -> None:
         if self._sessions.get(reply.request_id) is reply:
             del self._sessions[reply.request_id]
-            self._arrived_at.pop(reply.request_id, None)
+            self._arrived.pop(reply.request_id, None)
         if arrival is not None:
             self.arrivals.unclaim(arrival)
 
@@ -106,6 +108,7 @@ class Llumlet:
             self.identity.kv_format,
             self._agent,
             order.method,
+            self._moves(order.request_id),
         )
         self._departures[order.request_id] = departure
         # It goes on when whoever ordered it goes away.
@@ -137,38 +140,43 @@ class Llumlet:
     def pair(self, pairing: wire.Pairing | None, fence: int | None = None) -> None:
         """The leader's lease: move requests to that destination until it lapses. Raises Refused."""
         self._fence.check(pairing.fence if pairing is not None else fence)
-        self._pairing = pairing
-        self._pairing_until = time.monotonic() + pairing.lease_ms / 1000 if pairing is not None else 0.0
+        self._paired.set(pairing, time.monotonic())
 
     def _follow_pairing(self) -> None:
-        now, pairing = time.monotonic(), self._pairing
-        if pairing is None or now > self._pairing_until:
-            self._pairing = None
-            return
-        if len(self._departures) >= min(pairing.concurrency, MIGRATIONS_OUT_MAX) or now < self._pairing_rests_until:
-            return
-        if (chosen := self._choose(now)) is not None:
-            order = wire.MigrateOrder(chosen, pairing.destination_id, pairing.destination_url)
-            self._spawn(self._try_migrate(order))
+        now = time.monotonic()
+        if places := self._paired.places(len(self._departures), now):
+            for order in self._paired.choose(self._movable(now), places, draining=self.draining):
+                self._spawn(self._try_migrate(order))
 
-    def _choose(self, now: float) -> str | None:
-        """Lowest execution priority first, then the shortest; queued ones leave where the instance drains."""
-        candidates = [
-            (reply.request.execution_priority, reply.request.total_tokens, request_id)
+    def _movable(self, now: float) -> list[Movable]:
+        return [
+            self._paired.movable(
+                request_id,
+                reply.request.priority,
+                reply.request.total_tokens,
+                is_running=reply.request.state is State.RUNNING,
+                moves=self._moves(request_id),
+                settled_s=self._settled_s(request_id, now),
+            )
             for request_id, reply in self._sessions.items()
-            if (reply.request.state is State.RUNNING or (self.draining and reply.request.state is State.WAITING))
-            and request_id not in self._departures
-            and now - self._arrived_at.get(request_id, 0.0) > SETTLE_S
+            if reply.request.state in (State.RUNNING, State.WAITING) and request_id not in self._departures
         ]
-        return min(candidates)[2] if candidates else None
+
+    def _moves(self, request_id: str) -> int:
+        arrival = self._arrived.get(request_id)
+        return arrival.moves if arrival is not None else 0
+
+    def _settled_s(self, request_id: str, now: float) -> float | None:
+        arrival = self._arrived.get(request_id)
+        return now - arrival.started_at if arrival is not None and arrival.started_at is not None else None
 
     async def _try_migrate(self, order: wire.MigrateOrder) -> None:
         try:
             committed = (await self.migrate(order)).outcome == "committed"
         except (Refused, NoSuchRequest):
             committed = False
-        if not committed:
-            self._pairing_rests_until = time.monotonic() + SETTLE_S
+        if not committed and order.request_id in self._sessions:
+            self._paired.rest(time.monotonic())
 
     # Reports.
 

@@ -86,7 +86,7 @@ class Front:
     def view(self) -> ClusterView:
         views = (node.view for node in self._nodes.values())
         waiting_tokens = sum(request.total_tokens for request in self._line.values())
-        return ClusterView(tuple(view for view in views if view is not None), self._kept_id(), waiting_tokens)
+        return ClusterView(tuple(view for view in views if view is not None), self._kept_ids(), waiting_tokens)
 
     def _start_at_once(self, request: Request) -> bool:
         if self.binds_late:
@@ -135,14 +135,15 @@ class Front:
         for allotment in allot(self._waiters(), sites, self._policy.waiting):
             self._give(self._nodes[allotment.instance_id], self._line.pop(allotment.request_id))
 
-    def _kept_id(self) -> str | None:
+    def _kept_ids(self) -> frozenset[str]:
         if not self.binds_late or not self._line:
-            return None
+            return frozenset()
         oldest_s = self._clock.now - min(request.arrived_at for request in self._line.values())
         if oldest_s < self._policy.waiting.aged_s:
-            return None
+            return frozenset()
         self._prepare()
-        return kept_instance(self._waiters(), self._lineup.sites(), self._policy.waiting)
+        kept_id = kept_instance(self._waiters(), self._lineup.sites(), self._policy.waiting)
+        return frozenset() if kept_id is None else frozenset({kept_id})
 
     def _waiters(self) -> list[Waiter]:
         return [self._waiter(request) for request in self._line.values()]

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from gateway import wire
+from gateway.policy.protection import Targets, with_headroom
 from gateway.policy.usage import RequestUsage, freeness_steps, virtual_usage_blocks
 from gateway.policy.view import InstanceView, ModelGroup
 from gateway.policy.waiting import GROWTH_TOKENS, Room
 from loadtest.sim.admission import NO_ROOM, room_for
-from loadtest.sim.engine import Engine, Load
+from loadtest.sim.engine import Engine, Load, Request
 
 VLLM_VERSION = "0.32.0"
 NO_HEADROOM: Mapping[int, int] = {}
@@ -41,12 +42,11 @@ def make_report(
     migrations_ended: wire.MigrationTotals | None = None,
     fence: int = 0,
     full: bool = False,
-    headroom_blocks: Mapping[int, int] = NO_HEADROOM,
 ) -> wire.Report:
     """As the llumlet in a real server makes it (``vllm_plugin.llumlet``). ``full``: it says that it has no room."""
     room = _room(engine, draining or full)
     load, settings = engine.load(), engine.settings
-    usage = _usage_blocks(load, load.running_blocks, headroom_blocks, draining)
+    usage = _usage_blocks(load, load.running_blocks, NO_HEADROOM, draining)
     freeness = freeness_steps(settings.blocks_total, usage, load.running, settings.block_size)
     return wire.Report(
         instance_id=identity.instance_id,
@@ -65,8 +65,8 @@ def make_report(
         requests_running=load.running,
         requests_waiting=load.waiting,
         requests_running_max=settings.batch_max,
-        running_by_priority=_by_priority(request.priority for request in engine.running()),
-        waiting_by_priority=_by_priority(request.priority for request in engine.waiting()),
+        running_by_priority=_by_class(engine.running()),
+        waiting_by_priority=_by_class(engine.waiting()),
         virtual_usage_blocks=None if draining else usage,
         freeness_steps=None if draining else freeness,
         head_of_line_blocks=load.head_of_line_blocks,
@@ -82,10 +82,12 @@ def make_report(
     )
 
 
-def view_of(report: wire.Report, *, healthy: bool = True, stale: bool = False) -> InstanceView:
+def view_of(
+    report: wire.Report, *, healthy: bool = True, stale: bool = False, targets: Targets = NO_HEADROOM
+) -> InstanceView:
     """What a gateway's policy sees when this is an instance's last report."""
     usage, freeness = report.virtual_usage_blocks, report.freeness_steps
-    return InstanceView(
+    view = InstanceView(
         instance_id=report.instance_id,
         groups=groups_of(tuple(report.models)),
         healthy=healthy,
@@ -105,6 +107,7 @@ def view_of(report: wire.Report, *, healthy: bool = True, stale: bool = False) -
         room_places=report.room_places,
         blocks_used=max(0, report.blocks_total - report.blocks_free - report.blocks_reserved),
     )
+    return with_headroom(view, [one for one in targets if report.runs(one)], targets)
 
 
 def make_view(
@@ -181,5 +184,6 @@ def _usage_blocks(
     return virtual_usage_blocks(usages, headroom_blocks, draining) + load.blocks_reserved
 
 
-def _by_priority(priorities: Iterable[int]) -> dict[str, int]:
-    return {str(priority): count for priority, count in sorted(Counter(priorities).items())}
+def _by_class(requests: Iterable[Request]) -> dict[str, int]:
+    """As a llumlet says it: in vLLM's direction, where lower is sooner."""
+    return {str(one): count for one, count in sorted(Counter(-each.execution_priority for each in requests).items())}

@@ -33,6 +33,7 @@ from gateway.scheduler import leader as leader_module
 from gateway.scheduler.executor import Executor
 from gateway.scheduler.leader import Leader
 from tests.fake_instance import MODEL, FakeInstance
+from tests.test_leader import nothing_kept
 
 LEASE_S = 1_000.0
 """In the test's time. So long that Redis's own clock never ends one; the test does."""
@@ -151,6 +152,7 @@ class Leases(RuleBasedStateMachine):
                 PolicySettings(),
                 LEASE_S,
                 Counters(),
+                nothing_kept,
             )
             for number in range(GATEWAYS)
         ]

@@ -187,7 +187,8 @@ async def test_the_leader_moves_a_request_away_from_a_full_instance(start_gatewa
     small = EngineSettings(blocks_total=60, sequence_tokens_max=900)
     full = MigrationSettings(low_freeness_steps=600, high_freeness_steps=700)
     fields = {"messages": [{"role": "user", "content": "word" * 450}], "max_tokens": 400}
-    async with fakes(engine=small) as servers, start_gateway(**urls(servers), migration=full) as running:
+    full_again = {"policy": Policy.LLUMNIX, "migration": full}  # Where it goes, it is as full again.
+    async with fakes(engine=small) as servers, start_gateway(**urls(servers), **full_again) as running:
         expected = same(await running.stream(**fields))
         stream = Stream(running, servers, **fields)
         pace(servers, FAST.faster(0.03))

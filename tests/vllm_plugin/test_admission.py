@@ -236,7 +236,8 @@ class Stock:
 
 
 @pytest.fixture
-def stock(tmp_path: Path) -> Stock:
+def stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stock:
+    monkeypatch.setenv("KVFERRY_GROWTH_TOKENS", "8")
     pytest.importorskip("vllm", exc_type=ImportError)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

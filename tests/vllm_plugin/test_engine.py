@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -143,7 +144,7 @@ class FakePort:
 class Bench:
     def __init__(self, engine: ModuleType) -> None:
         self.port = FakePort()
-        self.agent = engine.EngineAgent(self.port)
+        self.agent = engine.EngineAgent(self.port, growth_tokens=2 * BLOCK_SIZE)
         self._compat = engine.compat
 
     def request(self, request_id: str = "r", in_flight: int = 0, resume_id: str | None = None) -> Any:
@@ -205,6 +206,24 @@ def bench(engine: ModuleType) -> Bench:
 
 
 FREEZE: dict[str, Any] = {"request_id": "r", "preemptions": 0, "blocks_from": 0, "tokens_from": 0}
+
+
+def test_the_report_counts_requests_by_class(bench: Bench) -> None:
+    for index, priority in enumerate((0, -1, -100, 100)):
+        bench.request(f"r{index}").priority = priority
+    queued = bench.request("q")
+    queued.priority = -100
+    bench.queue(queued)
+    report = bench.do("report")
+    assert report["running_by_class"] == {"0": 2, "-100": 1, "100": 1}
+    assert report["waiting_by_class"] == {"-100": 1}
+
+
+def test_a_request_that_has_begun_here_has_no_move_to_rest_from(bench: Bench) -> None:
+    bench.request()
+    assert bench.do("requests")[0]["settled_s"] is None
+    bench.agent.arrived_at["r"] = time.monotonic() - 100
+    assert bench.do("requests")[0]["settled_s"] >= 100
 
 
 def test_only_finished_blocks_are_exported(bench: Bench) -> None:

@@ -27,9 +27,9 @@ from tests.vllm.fault_proxy import Fault, HandshakeProxy, cut, dead_agents, hang
 from tests.vllm_plugin.test_engine import BLOCKS, Bench
 from tests.vllm_plugin.test_transfer import HOST, MemoryStore
 from vllm_plugin.handshake import Refused
-from vllm_plugin.pairs import FAILURES_MAX
 from vllm_plugin.settings import Settings
 from vllm_plugin.transfer import AgentClient, KvAgent
+from vllm_plugin.uncopied import FAILURES_MAX
 
 pytestmark = [pytest.mark.slow]
 
@@ -228,11 +228,11 @@ async def test_a_pair_whose_blocks_cannot_be_copied_moves_requests_without_them_
         result = await pair.move()
         assert (result.outcome, bool(result.reason)) == ("aborted", True)
         pair.comments.clear()
-    pairs = pair.source.llumlet._pairs
-    assert (pairs.copies("b"), pairs.copies("c")) == (False, True)
-    pairs._failures["b"].until = 0.0
-    assert pairs.copies("b")
-    pairs._failures["b"].until = math.inf
+    uncopied = pair.source.llumlet._uncopied
+    assert (uncopied.copies("b"), uncopied.copies("c")) == (False, True)
+    uncopied._failures["b"].until = 0.0
+    assert uncopied.copies("b")
+    uncopied._failures["b"].until = math.inf
     result = await pair.move()
     assert (result.outcome, result.bytes_sent, result.output_tokens) == ("committed", 0, 5)
     ((queued, tokens),) = pair.destination.bench.port.queued
@@ -245,7 +245,7 @@ async def test_a_copy_that_comes_about_makes_good_a_failure_before_it(pair: Pair
     pair.proxy.faults.clear()
     result = await pair.move()
     assert (result.outcome, result.bytes_sent) == ("committed", 2 * 64)
-    assert pair.source.llumlet._pairs._failures == {}
+    assert pair.source.llumlet._uncopied._failures == {}
 
 
 async def test_a_source_moves_so_many_requests_at_a_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

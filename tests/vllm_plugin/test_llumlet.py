@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import warnings
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from gateway import wire
-from vllm_plugin.settings import MIGRATIONS_IN_MAX, Settings
+from gateway.policy.picking import Movable
+from vllm_plugin.settings import MIGRATIONS_IN_MAX, MOVES_COUNTED_MAX, Settings
 
 pytestmark = [pytest.mark.slow]
 
@@ -133,6 +135,8 @@ async def test_one_bad_round_does_not_end_the_reports(plugin: SimpleNamespace) -
             return {
                 "running": [],
                 "waiting": [],
+                "running_by_class": {},
+                "waiting_by_class": {},
                 "blocks_total": 8,
                 "blocks_free": 8,
                 "blocks_reserved": 0,
@@ -193,7 +197,7 @@ async def test_an_unexpected_answer_of_a_peer_ends_the_migration_in_order(
             steps.append(step)
             return {"copy": False, "reused": 0} if step == "reserve" else answer
 
-    session = SimpleNamespace(request_id="r", send_comment=comments.append)
+    session = SimpleNamespace(request_id="r", send_comment=comments.append, moves=0)
     destination = plugin.outgoing.Destination("b", "http://b")
     migration = plugin.outgoing.Migration(session, "a", destination, lambda *_: Peer(), engine, [], None, HOST)
     result = await migration.run()
@@ -201,6 +205,36 @@ async def test_an_unexpected_answer_of_a_peer_ends_the_migration_in_order(
     assert steps == ["reserve", "stage", "abort"]
     assert [type(comment).__name__ for comment in comments] == ["Prebind", "Unbind"]
     assert engine.operations[-2:] == ["unfreeze", "unpin"]
+
+
+async def test_a_request_that_moves_on_takes_the_number_of_its_moves_along(plugin: SimpleNamespace) -> None:
+    """As many as its first source said, and one: so no instance moves it once too often."""
+    llumlet = build_llumlet(plugin, Engine(export=EXPORT))
+    await llumlet.reserve("m", reserve(plugin, "r", moves=2))
+    session = llumlet.open_session("r", "m", is_chat=False)
+    session.reason = None
+    llumlet.pair(dataclasses.replace(pairing(1), moves_max=3, cool_down_s=5.0, protected=[-100]))
+    entry = {"request_id": "r", "state": "running", "prompt_tokens": 2, "output_tokens": 3, "priority": -100}
+    (candidate,) = llumlet._movable([entry | {"reason": None, "settled_s": 6.0}])
+    assert candidate == Movable("r", 100, 5, True, moves=3, settled_s=6.0, is_protected=True)
+    posted: list[dict[str, Any]] = []
+
+    class Peer:
+        async def post(self, step: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+            posted.append(body)
+            raise plugin.incoming.Refused("full")
+
+    destination = plugin.outgoing.Destination("c", "http://c")
+    await plugin.outgoing.Migration(session, "b", destination, lambda *_: Peer(), llumlet.engine, [], None, HOST).run()
+    assert plugin.llumlet.Reserve.from_json(posted[0]).moves == 3
+
+
+async def test_what_a_peer_or_a_gateway_says_of_moves_is_bounded(plugin: SimpleNamespace) -> None:
+    llumlet = build_llumlet(plugin, Engine())
+    await llumlet.reserve("m", reserve(plugin, "r", moves=wire.NUMBER_MAX))
+    llumlet.put_resume("n", wire.Resume("s", [1], moves=-5))
+    opened = [llumlet.open_session(*ids, is_chat=False).moves for ids in (("r", "m"), ("s", "n"), ("t", None))]
+    assert opened == [MOVES_COUNTED_MAX, 0, 0]
 
 
 class FrontEnd:
@@ -296,10 +330,10 @@ async def test_an_order_of_an_older_lease_is_refused_and_changes_nothing(plugin:
             llumlet.pair(*late)
     with pytest.raises(plugin.incoming.Refused, match="lease 6"):
         await llumlet.migrate(wire.MigrateOrder("r", "d", "http://d", fence=6))
-    assert llumlet._pairing == pairing(7)
+    assert llumlet._paired.current(0.0) == pairing(7)
     llumlet.pair(pairing(7, "e"))
     llumlet.pair(None, 8)
-    assert llumlet._pairing is None
+    assert llumlet._paired.current(0.0) is None
     with pytest.raises(plugin.incoming.Refused):
         llumlet.pair(pairing(7))
 
@@ -309,7 +343,7 @@ async def test_orders_without_a_lease_are_taken_as_ever(plugin: SimpleNamespace)
     llumlet = build_llumlet(plugin, Engine())
     llumlet.pair(pairing(7))
     llumlet.pair(wire.Pairing.from_json({"destination_id": "d", "destination_url": "http://d", "lease_ms": 1}))
-    assert llumlet._pairing.destination_id == "d"
+    assert llumlet._paired.current(0.0).destination_id == "d"
     llumlet.pair(None)
     with pytest.raises(plugin.llumlet.NoSuchRequest):
         await llumlet.migrate(wire.MigrateOrder("r", "d", "http://d"))
@@ -319,7 +353,7 @@ async def test_a_token_that_cannot_be_one_locks_no_leader_out(plugin: SimpleName
     llumlet = build_llumlet(plugin, Engine())
     llumlet.pair(pairing(wire.FENCE_MAX + 1))
     llumlet.pair(pairing(1, "d"))
-    assert llumlet._pairing.destination_id == "d"
+    assert llumlet._paired.current(0.0).destination_id == "d"
 
 
 async def test_what_cannot_move_is_counted_by_its_reason_on_the_servers_own_page(plugin: SimpleNamespace) -> None:

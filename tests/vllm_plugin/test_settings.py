@@ -26,7 +26,7 @@ def test_an_instance_id_that_could_not_stand_in_a_stream_comment_is_refused(inst
 
 
 def test_room_to_grow_can_be_set_and_a_wrong_number_is_refused_at_the_start() -> None:
-    assert growth_tokens_from_environment({}) == 8
+    assert growth_tokens_from_environment({}) == 16
     assert growth_tokens_from_environment({"KVFERRY_GROWTH_TOKENS": "0"}) == 0
     for value in ("-1", "1.5", "many", "99999"):
         with pytest.raises(SettingsError, match="KVFERRY_GROWTH_TOKENS"):

@@ -149,7 +149,7 @@ def test_a_classs_requests_count_together_as_they_do_one_by_one() -> None:
         engine.add(Request(f"r{index}", SyntheticPrompt(index, 140), 9, execution_priority=priority))
     engine.step(0.0)
     headroom = {0: 0, 1: 20, 2: 7}
-    report = make_report(engine, Identity("i", "b", ("m",)), 1, headroom_blocks=headroom)
+    seen = make_view(engine, Identity("i", "b", ("m",)), headroom_blocks=headroom)
     each = [RequestUsage(len(one.blocks), 0, False, False, one.execution_priority) for one in engine.running()]
     each += [
         RequestUsage(0, engine.demand_blocks(one), True, index == 0, one.execution_priority)
@@ -157,7 +157,7 @@ def test_a_classs_requests_count_together_as_they_do_one_by_one() -> None:
     ]
     assert engine.waiting()
     assert len({one.execution_priority for one in engine.running()}) == 2
-    assert report.virtual_usage_blocks == virtual_usage_blocks(each, headroom)
+    assert seen.virtual_usage_blocks == virtual_usage_blocks(each, headroom)
 
 
 @pytest.mark.parametrize("draining", [False, True])

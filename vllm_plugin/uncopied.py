@@ -22,7 +22,7 @@ class _Failures:
     until: float = 0.0
 
 
-class Pairs:
+class Uncopied:
     """Of one source, by destination id."""
 
     def __init__(self) -> None:
