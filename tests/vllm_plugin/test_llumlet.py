@@ -358,7 +358,14 @@ async def test_a_token_that_cannot_be_one_locks_no_leader_out(plugin: SimpleName
 
 async def test_what_cannot_move_is_counted_by_its_reason_on_the_servers_own_page(plugin: SimpleNamespace) -> None:
     """The engine counts from its start, and tells the same again in each round."""
-    blocks = {"blocks_total": 8, "blocks_free": 8, "blocks_reserved": 0, "room_blocks": 8, "room_places": 2}
+    blocks: dict[str, Any] = {
+        "blocks_total": 8,
+        "blocks_free": 8,
+        "blocks_reserved": 0,
+        "room_blocks": 8,
+        "room_places": 2,
+    }
+    blocks |= {"running_by_class": {}, "waiting_by_class": {}}
     report = {"running": [], "waiting": [], "step_ms": 0.0, "staying": {"n > 1": 2, "LoRA adapter": 1}, **blocks}
     llumlet = build_llumlet(plugin, Engine(report=report))
     llumlet._description = {"block_size": 4, "requests_running_max": 2}

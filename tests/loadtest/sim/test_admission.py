@@ -37,10 +37,10 @@ def test_a_request_that_is_let_in_keeps_its_blocks_from_one_of_a_higher_class() 
     size = engine.settings.block_size
     first = request("low", (blocks // 2) * size, 1, priority=100)
     urgent = request("high", (blocks // 2 + 1) * size, 1, priority=-100, arrived_at=1.0)
-    assert judge(engine, urgent) is None
+    assert judge(engine, urgent, growth_tokens=size) is None
     first.is_admitted = True
     engine.add(first)
-    busy = judge(engine, urgent)
+    busy = judge(engine, urgent, growth_tokens=size)
     assert busy is not None
     assert busy.blocks_needed == blocks // 2 + 1 > busy.room_blocks > 0
     first.is_admitted = False
