@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from gateway.cluster.members import Members
 from gateway.cluster.store import Lease, Store
@@ -49,6 +50,8 @@ class Leader:
         self._memory = Memory()
         self._published = 0
         self._changes = Changes()
+        self.on_action: Callable[[Action], None] = _nobody
+        """Called for each decision that is no renewal, before it is carried out."""
 
     @property
     def lease(self) -> Lease | None:
@@ -136,3 +139,8 @@ class Leader:
             return
         self._counters.add("leader_actions", action=type(action).__name__.lower())
         log("decide", action=action)
+        self.on_action(action)
+
+
+def _nobody(action: Action) -> None:
+    pass
