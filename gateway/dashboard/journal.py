@@ -175,6 +175,7 @@ class Journal:
         return why
 
     def _view(self, instance_id: str) -> InstanceView | None:
+        self._members.refresh(time.monotonic())  # A gateway without traffic has not looked for a while.
         return self._members.view_of(instance_id)
 
 

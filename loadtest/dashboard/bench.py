@@ -48,7 +48,9 @@ async def measure(plan: Plan, seconds: float) -> int:
                 await asyncio.sleep(SETTLES_S)
                 shares[viewers] = await _gateway_share(stage, seconds)
             extra = shares[viewers] - shares[0]
-            print(f"gateway, {viewers} look: {shares[viewers]:.1%} of a core, {extra:+.1%} for the dashboard", flush=True)
+            print(
+                f"gateway, {viewers} look: {shares[viewers]:.1%} of a core, {extra:+.1%} for the dashboard", flush=True
+            )
         async with running_browser() as browser:
             page_share = await _page_share(browser, stage, seconds)
         print(f"the page's main thread: {page_share:.1%} of a core")

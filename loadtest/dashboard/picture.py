@@ -1,4 +1,4 @@
-"""Makes the pictures of the documentation (`make dashboard-pictures`): the page over fake instances, as a move goes on."""
+"""The documentation's pictures of the dashboard (`make dashboard-pictures`): over fake instances, as a move goes on."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ FIRST_PORT = 22_000
 MODEL = "demo"
 STARTS_IN_S = 60.0
 LOOK_S = 0.1
+REPLY_S = 600.0
 PRIORITIES = ("high", "normal", "normal", "low")
 
 
@@ -77,7 +78,7 @@ async def running_stage(plan: Plan) -> AsyncIterator[Stage]:
         processes.callback(gateway.end)
         url = f"http://127.0.0.1:{port}"
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=REPLY_S, trust_env=False, limits=limits) as client:
             stage = Stage(url, admin_key, gateway, client)
             await _ready(stage, plan.instances, (fakes, gateway))
             streams = [asyncio.create_task(_stream(client, random.Random(seed))) for seed in range(plan.streams)]
