@@ -7,6 +7,7 @@ and for at most a small share of the time. A reader who is slow misses what came
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -95,14 +96,7 @@ class Events:
         self._viewers += 1
         if not self._loops:
             self._began()
-            self._loops = [
-                asyncio.create_task(
-                    run_forever(
-                        f"dashboard_{part.name}", lambda part=part: self._look(part), part.every_s, self._counters
-                    )
-                )
-                for part in self._parts
-            ]
+            self._loops = [asyncio.create_task(self._run(part)) for part in self._parts]
 
     def _leave(self) -> None:
         self._viewers -= 1
@@ -110,6 +104,9 @@ class Events:
             for loop in self._loops:
                 loop.cancel()
             self._loops, self._newest = [], {}
+
+    async def _run(self, part: Part) -> None:
+        await run_forever(f"dashboard_{part.name}", functools.partial(self._look, part), part.every_s, self._counters)
 
     async def _look(self, part: Part) -> None:
         began_s = time.thread_time()

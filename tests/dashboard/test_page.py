@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -46,7 +47,7 @@ async def test_other_paths_and_methods_are_refused(start_gateway: StartGateway) 
 
 
 @pytest.mark.parametrize("file", sorted(DIRECTORY.iterdir()), ids=lambda file: file.name)
-def test_nothing_comes_from_elsewhere_and_no_text_becomes_markup(file) -> None:  # type: ignore[no-untyped-def]
+def test_nothing_comes_from_elsewhere_and_no_text_becomes_markup(file: Path) -> None:
     text = file.read_text().replace("http://www.w3.org/2000/svg", "")
     assert "//" not in re.sub(r"(^|\s)//.*|/\*.*?\*/", "", text, flags=re.MULTILINE)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|\bon\w+=\"| style=\"", text)
