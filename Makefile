@@ -55,7 +55,7 @@ browser:  ## install Debian's chromium (as root), for the tests of the dashboard
 	apt-get update -qq && apt-get install --yes --no-install-recommends chromium
 
 dashboard-pictures: $(KVFERRY_STAMP)  ## make the pictures of the dashboard in docs/, over fake servers; needs a Chromium
-	@$(RUN) -m loadtest.dashboard.picture
+	@$(RUN) -m loadtest.dashboard.picture $(ARGS)
 
 bench-dashboard: $(KVFERRY_STAMP)  ## what the dashboard costs the gateway and a browser; needs a Chromium
 	@$(RUN) -m loadtest.dashboard.bench $(ARGS)

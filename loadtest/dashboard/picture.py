@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import random
@@ -20,33 +21,44 @@ DOCS = Path("docs")
 WATCHED_S = 45.0
 """For the lines to have something to say."""
 MOVES_EVERY_S = 1.5
+PATIENCE_MS = 120_000
 ENGINE = ("--profile", "llama-7b-a10", "--blocks", "851", "--batch", "32")
 FEW = Plan(instances=4, streams=44, fake_arguments=ENGINE)
 MANY = Plan(instances=64, streams=420, fake_arguments=(*ENGINE, "--speed", "0.5"))
 
 
-async def main() -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.dashboard.picture", description="The dashboard's pictures."
+    )
+    parser.add_argument("--seconds", type=float, default=WATCHED_S, help="that each page is open before")
+    given = parser.parse_args()
     if find_chromium() is None:
         print(MISSING, file=sys.stderr)
         return 2
+    return run_until_signal(take_all(given.seconds))
+
+
+async def take_all(watched_s: float) -> int:
     progress = Progress()
     for plan, scheme, name in ((FEW, "light", "dashboard.png"), (MANY, "dark", "dashboard-64.png")):
-        with progress.step(f"{plan.instances} instances, {WATCHED_S:g} s"):
+        with progress.step(f"{plan.instances} instances, {watched_s:g} s"):
             async with running_stage(plan) as stage, running_browser() as browser:
-                await _take(browser, stage, scheme, DOCS / name)  # type: ignore[arg-type]
+                await _take(browser, stage, scheme, DOCS / name, watched_s)  # type: ignore[arg-type]
         print(f"{DOCS / name}: written")
     return 0
 
 
-async def _take(browser: Browser, stage: Stage, scheme: Literal["light", "dark"], path: Path) -> None:
+async def _take(browser: Browser, stage: Stage, scheme: Literal["light", "dark"], path: Path, watched_s: float) -> None:
     page = await browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
+    page.set_default_timeout(PATIENCE_MS)
     await page.goto(f"{stage.url}/dashboard")
     await page.locator("#key").fill(stage.admin_key)
     await page.locator("#sign-in button").click()
     moving = asyncio.create_task(_move_about(stage))
     try:
-        await asyncio.sleep(WATCHED_S)
-        await page.locator("#flights > span").first.wait_for(state="attached", timeout=60_000)
+        await asyncio.sleep(watched_s)
+        await page.locator("#flights > span").first.wait_for(state="attached")
         await page.screenshot(path=path)
     finally:
         moving.cancel()
@@ -68,4 +80,4 @@ async def _move_about(stage: Stage) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_until_signal(main()))
+    sys.exit(main())
