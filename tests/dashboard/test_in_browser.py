@@ -14,7 +14,8 @@ from playwright.async_api import Browser, Page, expect
 
 from loadtest.browser import MISSING, find_chromium, running_browser
 from loadtest.fake_vllm.server import FakeServers, Options
-from tests.conftest import ADMIN_KEY, StartGateway, until
+from loadtest.sim.profile import FAST
+from tests.conftest import ADMIN_KEY, StartGateway, chat_body, until
 from tests.cutting_proxy import CuttingProxy
 from tests.dashboard.look import bar, card, looking, sign_in
 from tests.fake_instance import MODEL, SECRET, instances
@@ -146,14 +147,16 @@ async def test_axe_finds_nothing_and_a_narrow_screen_holds_it(
     count: int, browser: Browser, start_gateway: StartGateway
 ) -> None:
     axe = importlib.resources.files("axe_playwright_python").joinpath("axe.min.js").read_text()
-    options = Options(models=(MODEL,), secret=SECRET, instance_ids="instance-with-a-long-name-")
+    name = "instance-with-a-long-name-"
+    options = Options(models=(MODEL,), secret=SECRET, instance_ids=name, profile=FAST.faster(0.1))
+    long = chat_body(stream=True, max_tokens=7_000)
     async with FakeServers(options, [0] * count) as fakes:
         urls = tuple(fakes.urls)
         async with start_gateway(instance_urls=urls) as running, looking(browser, running.url) as look:
             page = look.page
             await page.evaluate(axe)
             assert await violations(page) == []  # Before the key is given.
-            async with streaming(running):
+            async with running.client.stream("POST", "/v1/chat/completions", json=long):
                 await sign_in(page)
                 await expect(page.locator("#cards > li")).to_have_count(count)
                 await expect(page.locator("#requests tr")).to_have_count(1)
