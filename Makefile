@@ -27,7 +27,7 @@ NONE_CHOSEN = { [ $$? -eq 5 ] && $(if $(ARGS),true,false); }
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo up soak test test-fast node-client bench-migration bench-gateway bench-control paper paper-quick check format setup model clean
+.PHONY: help demo up soak test test-fast node-client browser dashboard-pictures bench-migration bench-gateway bench-control bench-dashboard paper paper-quick check format setup model clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1~/p' Makefile | awk -F'~' '{printf "%-18s %s\n", $$1, $$2}'
@@ -50,6 +50,15 @@ test-fast: $(KVFERRY_STAMP)  ## the tests that need no vLLM server
 
 node-client:  ## install the official client for Node, which `make test` then runs too; needs Node 20 or newer
 	cd tests/node && npm ci --ignore-scripts --no-audit --no-fund
+
+browser:  ## install Debian's chromium (as root), for the tests of the dashboard, which are skipped without one
+	apt-get update -qq && apt-get install --yes --no-install-recommends chromium
+
+dashboard-pictures: $(KVFERRY_STAMP)  ## make the pictures of the dashboard in docs/, over fake servers; needs a Chromium
+	@$(RUN) -m loadtest.dashboard.picture $(ARGS)
+
+bench-dashboard: $(KVFERRY_STAMP)  ## what the dashboard costs the gateway and a browser; needs a Chromium
+	@$(RUN) -m loadtest.dashboard.bench $(ARGS)
 
 bench-migration: $(READY) $(BENCH_STAMP) $(BENCH_MODEL_STAMP)  ## what a move costs the client, beside cruder ways; ARGS=--quick for four minutes
 	@$(RUN) -m loadtest.bench.migration $(ARGS)

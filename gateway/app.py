@@ -30,8 +30,17 @@ from gateway.cluster.store import Store
 from gateway.cluster.targets import Resolve, Targets
 from gateway.config import Settings
 from gateway.counters import Counters
+from gateway.dashboard.glances import QUESTION as GLANCE_QUESTION
+from gateway.dashboard.glances import Glances
+from gateway.dashboard.journal import Journal
+from gateway.dashboard.page import Page
+from gateway.dashboard.parts import build_parts
+from gateway.dashboard.state import State
+from gateway.dashboard.stream import PATH as EVENTS_PATH
+from gateway.dashboard.stream import Events
 from gateway.errors import ConfigError, ShuttingDown, Unauthorized
-from gateway.gateways import QUESTION, Gateways
+from gateway.gateways import QUESTION as GATEWAYS_QUESTION
+from gateway.gateways import Gateways
 from gateway.keys_file import KeysFile
 from gateway.metrics import MetricsPage
 from gateway.policy.decide import PolicySettings
@@ -179,6 +188,10 @@ class Gateway:
             lambda: self.leader.is_leading,
             lambda: self.store.up,
         )
+        self.journal = Journal(self.members)
+        self.sessions.on_moved = self.journal.moved
+        self.leader.on_action, executor.on_order = self.journal.decided, self.journal.ordered
+        self._glances = Glances(self.gateway_id, self.sessions, self.journal)
         admin = Admin(
             self.gateway_id,
             self.members,
@@ -193,6 +206,8 @@ class Gateway:
             self.drains,
             self.counters,
         )
+        self._page = Page()
+        self.events = self._build_events()
         self._watch = Watch(self.backend, self.members, settings.budgets, intervals.watch_s)
         self.metrics = MetricsPage(
             self.counters, self.members, self.dispatcher, waiting, self.sessions, self.store, self.leader, seat
@@ -209,10 +224,14 @@ class Gateway:
         match scope["type"]:
             case "http" if self._is_closed or (self._is_closing and scope["path"] in HEALTH_PATHS):
                 await Reply(send).fail(ShuttingDown("This gateway is shutting down. Try again."))
+            case "http" if scope["path"] == EVENTS_PATH:
+                await self._guarded(self._admin_keys, self.events, scope, receive, send)
             case "http" if scope["path"].startswith("/admin/"):
                 await self._guarded(self._admin_keys, self._admin, scope, receive, send)
             case "http" if scope["path"] == "/metrics":
                 await self._guarded(self._metrics_keys, self.metrics, scope, receive, send)
+            case "http" if self._page.serves(scope["path"]):
+                await self._page(scope, receive, send)
             case "http":
                 await self._routes(scope, receive, send)
             case "lifespan":
@@ -246,6 +265,7 @@ class Gateway:
 
     async def stop(self) -> None:
         self.metrics.close()
+        await self.events.stop()
         await cancel_all(self._loops)
         await self.targets.stop()
         await self.drains.stop()
@@ -270,20 +290,40 @@ class Gateway:
 
     def refuse_new(self) -> None:
         self._is_closed = True
+        self.events.close()
 
     def end_requests(self) -> int:
         """Each with an error event, or a status if nothing of it has been sent."""
         return self.deadlines.end_all(ShuttingDown("This gateway is shutting down, and the request took too long."))
+
+    def _build_events(self) -> Events:
+        """What the dashboard is made from."""
+        state = State(
+            self.gateway_id,
+            self.members,
+            self.dispatcher,
+            self.waiting,
+            self.sessions,
+            self.leader,
+            self.store,
+            self.replicas,
+            self.counters,
+            self.journal,
+        )
+        parts = build_parts(self.gateway_id, state, self.journal, self._glances, self.replicas)
+        return Events(parts, self.counters, state.begin)
+
+    async def _answer(self, kind: str, words: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Another gateway's question."""
+        if kind == GLANCE_QUESTION:
+            return self._glances.own()
+        return self.gateways.own() if kind == GATEWAYS_QUESTION else await self._own_requests.answer(kind, words)
 
     async def _first_beat(self) -> None:
         """For what operators have ordered; without Redis the start does not wait for it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_BEAT_S):
                 await self.replicas.beat()
-
-    async def _answer(self, kind: str, words: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Another gateway's question."""
-        return self.gateways.own() if kind == QUESTION else await self._own_requests.answer(kind, words)
 
     def _reported(self) -> None:
         self.dispatcher.reported()

@@ -22,6 +22,10 @@ LAYERS = {
         *("cli", "access", "app", "config", "errors", "keys_file", "server"),
         *("telemetry", "version", "wire", "workers"),
     },
+    "dashboard": {
+        *("dashboard", "scheduler", "serving", "cluster", "policy", "wire", "errors"),
+        *("counters", "routes", "telemetry", "version"),
+    },
     "scheduler": {"scheduler", "cluster", "policy", "wire", "errors", "telemetry", "counters"},
     "config_sources": {"errors"},
     "requests": {"cluster", "serving", "policy", "errors", "telemetry"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -39,6 +40,8 @@ class Executor:
         self._llumlets = llumlets
         self._pairing_lease_ms = int(pairing_lease_s * 1000)
         self._counters = counters
+        self.on_order: Callable[[str, Instance, Instance], None] = _nobody
+        """Called before each order of an operator that moves a request: its id, from where and where to."""
 
     async def run(self, action: Action, fence: int) -> None:
         """An action that fails is counted and logged: the next tick decides from what is true by then.
@@ -66,6 +69,8 @@ class Executor:
         fence: int | None = None,
     ) -> wire.MigrationResult:
         """Moves one request now. Raises what the source's llumlet answers. ``fence``: where the leader orders it."""
+        if fence is None:
+            self.on_order(request_id, source, destination)
         order = wire.MigrateOrder(request_id, destination.instance_id, destination.url, method, fence)
         try:
             result = await self._llumlets.migrate(source.url, order)
@@ -109,3 +114,7 @@ class Executor:
         source = self._members.get(action.source_id)
         if source is not None:
             await self._llumlets.unpair(source.url, fence)
+
+
+def _nobody(request_id: str, source: Instance, destination: Instance) -> None:
+    pass

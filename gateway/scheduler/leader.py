@@ -54,6 +54,8 @@ class Leader:
         self._memory = Memory()
         self._published = 0
         self._changes = Changes()
+        self.on_action: Callable[[Action], None] = _nobody
+        """Called for each decision that is no renewal, before it is carried out."""
 
     @property
     def lease(self) -> Lease | None:
@@ -143,3 +145,8 @@ class Leader:
             return
         self._counters.add("leader_actions", action=type(action).__name__.lower())
         log("decide", action=action)
+        self.on_action(action)
+
+
+def _nobody(action: Action) -> None:
+    pass

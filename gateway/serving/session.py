@@ -7,7 +7,7 @@ import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -211,6 +211,13 @@ class Session:
         }
 
 
+OnMoved = Callable[[Session, Move], None]
+
+
+def _nobody(session: Session, move: Move) -> None:
+    pass
+
+
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
@@ -222,12 +229,15 @@ class Sessions:
         self._gateway_id = gateway_id
         self._records = records
         self._live: dict[str, Session] = {}
+        self.on_moved: OnMoved = _nobody
+        """Called after each move, once its pause is known."""
         self._recent: deque[dict[str, Any]] = deque(maxlen=recent_max)
 
     @contextlib.contextmanager
     def tracked(self, session: Session) -> Iterator[Session]:
         self._live[session.request_id] = session
         session.visit.begins(session)
+        session.visit.on_moved = self.on_moved
         try:
             yield session
         finally:
@@ -250,6 +260,10 @@ class Sessions:
 
     def count(self) -> int:
         return len(self._live)
+
+    def all(self) -> Iterator[Session]:
+        """Oldest first, for as long as nothing is awaited."""
+        return iter(self._live.values())
 
     def tokens_live(self) -> Iterator[tuple[str, int]]:
         """Of each request under way: its model's label, and the tokens sent so far."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,7 @@ class Visit:
     """Of any other one: what its reply says in its usage."""
     ttft_s: float | None = None
     gaps: Distribution | None = None
+    on_moved: Callable[[Session, Move], None] | None = None
 
     def names(self, model: str | None, members: Members) -> None:
         """The request is for ``model``."""
@@ -81,6 +82,8 @@ class Visit:
             self.counters.distribution("move_pause_seconds", kind=move.kind).observe(move.pause_ms / 1000)
             attributes["pause_ms"] = round(move.pause_ms, 3)
         self.trace.event(move.kind, **attributes)
+        if self.on_moved is not None and self.session is not None:
+            self.on_moved(self.session, move)
 
     def leaves(self, session: Session) -> None:
         """The session is over, and counted here from now on."""

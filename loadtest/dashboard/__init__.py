@@ -1,0 +1,1 @@
+"""The dashboard over fake instances with traffic: its pictures, and what it costs."""
