@@ -189,12 +189,15 @@ def claim_gpu() -> ModuleType:
 
 def test_a_gpu_is_taken_by_one_server_until_that_ends(claim_gpu: ModuleType, tmp_path: Path) -> None:
     gpus = ["GPU-a", "GPU-b"]
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_locks(tmp_path)
     assert claim_gpu.claim(gpus, tmp_path) == "GPU-a"
-    opened = set(os.listdir("/proc/self/fd")) - before
+    opened = open_locks(tmp_path) - before
     assert claim_gpu.claim(gpus, tmp_path) == "GPU-b"
     assert claim_gpu.claim(gpus, tmp_path) is None
     for number in opened:  # As the kernel does when the process ends.
-        if os.path.realpath(f"/proc/self/fd/{number}").startswith(str(tmp_path)):
-            os.close(int(number))
+        os.close(number)
     assert claim_gpu.claim(gpus, tmp_path) == "GPU-a"
+
+
+def open_locks(directory: Path) -> set[int]:
+    return {int(one.name) for one in Path("/proc/self/fd").iterdir() if str(one.resolve()).startswith(str(directory))}

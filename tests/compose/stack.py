@@ -86,8 +86,12 @@ class Stack:
 
     def usable(self) -> set[str]:
         """Ids of the servers that the gateway behind the balancer would send a request to."""
+        return set(self.lives())
+
+    def lives(self) -> dict[str, str]:
+        """The same, each with its boot id."""
         listed = self.admin("GET", "/admin/instances")["instances"]
-        return {one["id"] for one in listed if one["healthy"] and not one["draining"]}
+        return {one["id"]: one["boot_id"] for one in listed if one["healthy"] and not one["draining"]}
 
     def logs(self) -> str:
         return self.compose("logs", "--no-color", "--tail", "40")
