@@ -113,8 +113,7 @@ def _distributions(axes: Any, journal: Journal) -> None:
     if points := journal.gap_points():
         axes.plot([s * 1000 for s, _ in points], [share for _, share in points], label="gap between two tokens")
     axes.set(xscale="log", xlabel="ms", ylabel="share that is no longer", ylim=(0, 1), title="Distributions")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    _finish(axes)
 
 
 def _thinned(values: Sequence[float], points: int = 500) -> tuple[list[float], list[float]]:
@@ -134,8 +133,7 @@ def _over_time(axes: Any, journal: Journal, title: str, read: Callable[[Stream],
     for name, share in (SHARES[0], SHARES[2]):
         axes.plot([time * width_s for time in times], [quantile(bins[time], share) for time in times], label=name)
     axes.set(yscale="log", xlabel="s, when it was sent", ylabel="ms", title=title.capitalize())
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    _finish(axes)
 
 
 def _streams(axes: Any, journal: Journal) -> None:
@@ -157,8 +155,13 @@ def _streams(axes: Any, journal: Journal) -> None:
     axes.plot(times, broken, label="broken", color="#b3563f")
     axes.set(xlabel="s", ylabel="streams", title="Streams")
     axes.set_ylim(bottom=0)
+    _finish(axes)
+
+
+def _finish(axes: Any) -> None:
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
 
 
 def _running_sum(values: Sequence[int]) -> list[int]:

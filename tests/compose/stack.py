@@ -51,7 +51,7 @@ class Stack:
 
     def __enter__(self) -> Self:
         try:
-            self.compose("--profile", "load", "build")
+            self.compose("build")  # The load test is in the image of the fake servers.
             self.scale(vllm=1)
         except BaseException:
             self._down()
@@ -97,7 +97,7 @@ class Stack:
         return self.compose("logs", "--no-color", "--tail", "40")
 
 
-def docker(*arguments: str) -> str:
+def docker(*arguments: str, may_fail: bool = False) -> str:
     done = subprocess.run(
         ["docker", *arguments],
         capture_output=True,
@@ -105,7 +105,9 @@ def docker(*arguments: str) -> str:
         timeout=COMMAND_TIMEOUT_S,
         env=_without_settings(os.environ),
     )
-    assert done.returncode == 0, f"docker {' '.join(arguments)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert may_fail or done.returncode == 0, (
+        f"docker {' '.join(arguments)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    )
     return done.stdout
 
 

@@ -125,4 +125,4 @@ def kill(container: str) -> None:
         "try: r.urlopen(request, timeout=10)\n"
         "except OSError: pass\n"
     )
-    docker("exec", container, "python", "-c", script)
+    docker("exec", container, "python", "-c", script, may_fail=True)  # The container takes it along.

@@ -184,8 +184,8 @@ def test_it_reads_fake_servers_streams_and_fails_on_one_that_is_cut(tmp_path: Pa
             run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, timeout=120)
         finally:
             fake.send_signal(signal.SIGTERM)
-            fake.wait(30)
-        (path,) = reports.glob("*/result.json")
+            fake.communicate(timeout=30)
+        (path,) = list(reports.glob("*/result.json")) or pytest.fail(run.stdout + run.stderr)
         return run.returncode, json.loads(path.read_text())
 
     status, result = results()
