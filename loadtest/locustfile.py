@@ -42,6 +42,7 @@ def add_arguments(parser: LocustArgumentParser) -> None:
     ours = parser.add_argument_group("kvferry")
     ours.add_argument("--workload", default="S-S", help=f"{', '.join(NAMES)}, or a CSV file (default S-S)")
     ours.add_argument("--rate", type=float, default=0.0, help="requests a second, at the workload's own times; 0: none")
+    ours.add_argument("--requests", type=int, default=0, help="end after so many; 0: when --run-time is over")
     ours.add_argument("--cv", type=float, default=1.0, help="of the gaps between generated arrivals (1: Poisson)")
     ours.add_argument("--length-scale", type=float, default=1.0, help="lengths are multiplied by it (default 1)")
     ours.add_argument("--tokens-max", type=int, default=0, help="of prompt and output (default: what the model takes)")
@@ -81,7 +82,8 @@ class LoadTest:
             cv=options.cv,
             high_priority_share=options.high_share,
         )
-        self.arrivals: Iterator[Arrival] = (fit.apply(arrival) for arrival in source)
+        self.arrivals: Iterator[Arrival] = map(fit.apply, itertools.islice(source, options.requests or None))
+        self.is_over = False
         self.chance = random.Random(f"{options.seed} prompts")
         self.pool = gevent.pool.Pool(options.in_flight_max)
         self.journal = Journal()
@@ -103,15 +105,21 @@ class LoadTest:
             raise WorkloadError(f"{self.host} has no model {name!r}; it has {', '.join(cards) or 'none'}.")
         return name, cards[name]
 
-    def send_next(self) -> None:
-        """With --rate: waits until the next request's time has come, and does not wait for its end."""
-        arrival = next(self.arrivals)
+    def send(self, arrival: Arrival) -> None:
+        """With --rate: waits until the request's time has come, and does not wait for its end."""
         planned_at = self.began + arrival.at_s
         gevent.sleep(max(0.0, planned_at - time.monotonic()))
         if self.pool.full():
             self._ended(Reading(time.monotonic(), arrival.output_tokens, wrong="not sent"), arrival, 0.0)
             return
         self.pool.spawn(self.stream, arrival, planned_at)
+
+    def end_test(self) -> None:
+        """No request is left to be sent; those that are under way are read to their end."""
+        if not self.is_over:
+            self.is_over = True
+            gevent.spawn(self.environment.runner.quit)  # It waits for the users, of whom one is here.
+        gevent.sleep(0.1)
 
     def stream(self, arrival: Arrival, planned_at: float | None = None) -> None:
         sent = body(arrival, self.endpoint, self.model, self.chance)
@@ -190,7 +198,7 @@ class LoadTest:
 
 ABOUT = {
     *("workload", "rate", "cv", "length_scale", "tokens_max", "high_share", "seed", "endpoint", "model"),
-    *("num_users", "run_time", "in_flight_max"),
+    *("num_users", "run_time", "requests", "in_flight_max"),
 }
 
 
@@ -205,10 +213,13 @@ class Reader(User):
     def next_stream(self) -> None:
         run = current.run
         assert run is not None
-        if run.is_open:
-            run.send_next()
+        arrival = next(run.arrivals, None)
+        if arrival is None:
+            run.end_test()
+        elif run.is_open:
+            run.send(arrival)
         else:
-            run.stream(next(run.arrivals))
+            run.stream(arrival)
 
     def on_stop(self) -> None:
         """With --rate: the last user to stop waits for the streams; --stop-timeout bounds it."""
@@ -221,7 +232,7 @@ class Current:
 
     def __init__(self) -> None:
         self.run: LoadTest | None = None
-        self.numbers = itertools.count()
+        self.streams = 0
 
 
 current = Current()
@@ -242,4 +253,12 @@ def begin(environment: Environment, **_: Any) -> None:
 def end(**_: Any) -> None:
     if current.run is not None:
         current.run.finish()
+        current.streams += current.run.journal.ended
         current.run = None
+
+
+@events.quitting.add_listener
+def judge(environment: Environment, **_: Any) -> None:
+    """A test that has read nothing has shown nothing."""
+    if not current.streams:
+        environment.process_exit_code = 1
