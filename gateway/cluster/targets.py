@@ -21,7 +21,7 @@ from gateway.cluster.members import Members
 from gateway.telemetry import Changes, cancel_all
 
 DNS_SCHEME = "dns"
-RESOLVE_S = 5.0
+RESOLVE_S = 1.0
 """Between two looks at a name."""
 URL_LENGTH_MAX = 512
 ADDRESSES_MAX = 1_024

@@ -2,6 +2,8 @@
 
 KVFERRY_SECRET=... python -m loadtest.fake_vllm --port 8101 --model kvferry-test
 KVFERRY_SECRET=... python -m loadtest.fake_vllm --count 64 --first-port 8101 --profile llama-7b-a10
+
+KVFERRY_INSTANCE_ID and KVFERRY_ADVERTISE_HOST mean what they mean to the plugin.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from loadtest.fake_vllm.faults import FaultError, Faults
 from loadtest.fake_vllm.server import FakeServers, Options
 from loadtest.sim.engine import EngineError, EngineSettings, Prefill
 from loadtest.sim.profile import PRESETS, ProfileError, load_profile
+from vllm_plugin.settings import SettingsError, settings_from_environment
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("set KVFERRY_SECRET to the gateway's secret, or give --no-plugin for servers without a llumlet")
     try:
         options = read_options(given, secret)
-    except (EngineError, FaultError, ProfileError) as error:
+    except (EngineError, FaultError, ProfileError, SettingsError) as error:
         parser.error(str(error))
     ports = [given.first_port + number for number in range(given.count)] if given.count else [given.port]
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -100,7 +103,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_options(given: argparse.Namespace, secret: str) -> Options:
-    """Raises EngineError, FaultError or ProfileError."""
+    """Raises EngineError, FaultError, ProfileError or SettingsError."""
+    named = settings_from_environment() if secret else None
     profile = load_profile(given.profile)
     if not given.speed > 0:
         raise ProfileError("--speed must be more than 0")
@@ -128,6 +132,8 @@ def read_options(given: argparse.Namespace, secret: str) -> Options:
         has_plugin=not given.no_plugin,
         faults=faults,
         instance_ids=given.instance_ids,
+        instance_id=named.instance_id if named is not None else None,
+        advertise_host=os.environ.get("KVFERRY_ADVERTISE_HOST"),
     )
 
 

@@ -38,6 +38,10 @@ class Options:
     faults: dict[str, Any] = field(default_factory=dict)
     instance_ids: str = ""
     """Beginning of the instances' ids, before a number; empty: address and port, as vLLM's plugin does."""
+    instance_id: str | None = None
+    """Of the only one."""
+    advertise_host: str | None = None
+    """Under which the others reach these; ``None``: where they listen."""
 
 
 class FakeServers:
@@ -122,7 +126,7 @@ class FakeServers:
             port = bound.getsockname()[1]
             self.urls.append(f"http://{self._host}:{port}")
             identity = Identity(
-                instance_id=f"{options.instance_ids}{number}" if options.instance_ids else f"{self._host}:{port}",
+                instance_id=self._instance_id(number, port),
                 boot_id=secrets.token_hex(8),
                 models=options.models,
                 kv_format=kv if caching else None,
@@ -132,8 +136,15 @@ class FakeServers:
             faults.set(options.faults)
             die = self._die or functools.partial(self._stop, port)
             instance = Instance(Engine(options.engine, options.profile), faults, die)
-            llumlet = Llumlet(instance, identity, options.secret, self._http, (self._host, port))
+            llumlet = Llumlet(
+                instance, identity, options.secret, self._http, (options.advertise_host or self._host, port)
+            )
             self.sites.append(Site(instance, llumlet, options.has_plugin))
+
+    def _instance_id(self, number: int, port: int) -> str:
+        if self._options.instance_id is not None and len(self._ports) == 1:
+            return self._options.instance_id
+        return f"{self._options.instance_ids}{number}" if self._options.instance_ids else f"{self._host}:{port}"
 
     def _bound_ports(self) -> list[int]:
         return [int(url.rpartition(":")[2]) for url in self.urls]

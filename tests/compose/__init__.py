@@ -1,0 +1,1 @@
+"""Tests with a Docker engine: `make test-compose`."""
