@@ -120,8 +120,15 @@ class Cluster:
         """Ready ``offset_s`` from now, with its first report."""
         instance_id = f"i{len(self.nodes):04d}"
         engine = Engine(self.settings.engine, self.settings.profile, looks_ahead=self.settings.looks_ahead)
-        node = Node(Identity(instance_id, "boot", (MODEL,), "simulated"), engine, lambda: self.now, self._wake)
-        self.nodes[instance_id] = node
+        node = self.nodes[instance_id] = Node(
+            Identity(instance_id, "boot", (MODEL,), "simulated"),
+            engine,
+            lambda: self.now,
+            self._wake,
+            self._view_later,
+            self.settings.report_delay_s,
+            self.settings.control_delay_s,
+        )
         self.after(offset_s, lambda: self._report(node))
         return node
 
@@ -205,7 +212,8 @@ class Cluster:
         settings = self.settings.scale
         assert settings is not None
         for node in self.nodes.values():
-            if node.alive and node.draining and not node.sent and not node.moves_in and node.engine_ahead.is_empty:
+            is_empty = not node.on_its_way().requests and not node.moves_in and node.engine_ahead.is_empty
+            if node.alive and node.draining and is_empty:
                 self.remove(node.instance_id)
         alive = [node for node in self.nodes.values() if node.alive]
         starting = sum(node.view is None for node in alive)
@@ -232,29 +240,25 @@ class Cluster:
     def _report(self, node: Node) -> None:
         if not node.alive:
             return
-        made_at = self.now
-        view = view_later(
+        node.report()
+        if self.front:
+            self.after(self.settings.report_delay_s, lambda: self.front.changed(node))
+        else:
+            self.front.changed(node)  # Nobody waits for it: it is looked at when somebody comes.
+        self.after(self.settings.report_interval_s, lambda: self._report(node))
+        if node.pairing is not None:
+            self._follow_pairing(node)
+
+    def _view_later(self, node: Node, made_at: float, draining: bool) -> Callable[[], InstanceView]:
+        return view_later(
             node.engine_ahead,
             node.identity,
-            draining=node.draining,
+            draining=draining,
             headroom_blocks=self._headroom_blocks,
             now=made_at,
             says_room=self.front.binds_late,
             growth_tokens=self.settings.policy.growth_tokens,
         )
-        self.after(self.settings.report_delay_s, lambda: self._reported(node, view, made_at))
-        self.after(self.settings.report_interval_s, lambda: self._report(node))
-        if node.pairing is not None:
-            self._follow_pairing(node)
-
-    def _reported(self, node: Node, view: Callable[[], InstanceView], made_at: float) -> None:
-        if not node.alive:
-            return
-        node.made_view, node.said_busy = view, None
-        arrived_before = made_at - self.settings.control_delay_s
-        while node.sent and node.sent[0][0] <= arrived_before:
-            node.sent.popleft()
-        self.front.changed(node)
 
     def _follow_pairing(self, node: Node) -> None:
         if node.pairing is None or self.now < node.rests_until:
@@ -292,7 +296,7 @@ class Cluster:
     def _kick(self, node: Node) -> None:
         """Something has changed: an idle engine may have something to do."""
         if node.alive and node.engine_ahead.is_idle:
-            self._after_step(node, node.engine_ahead.step(self.now))
+            self._after_step(node, node.step())
 
     def _wake(self, node: Node, ends_at: float) -> None:
         node.steps_at = ends_at
@@ -301,7 +305,7 @@ class Cluster:
     def _step_ends(self, node: Node, ends_at: float) -> None:
         if node.alive and node.steps_at == ends_at:
             node.steps_at = None
-            self._after_step(node, node.engine_ahead.step(self.now))
+            self._after_step(node, node.step())
 
     def _after_step(self, node: Node, outcome: Outcome) -> None:
         if outcome.ends_at is not None:

@@ -70,13 +70,13 @@ class Front:
 
     def returned(self, node: Node, request: Request, said: Room) -> None:
         """The instance has not let it in. It keeps its place."""
-        node.said_busy = said
+        node.says_busy(said)
         self.changed(node)
         self._line[request.request_id] = request
         self._wake()
 
     def changed(self, node: Node) -> None:
-        """It has reported, or is gone."""
+        """It has reported, or is about to, or is gone."""
         self._changed.add(node.instance_id)
         if self._line:
             self._wake()
@@ -97,7 +97,7 @@ class Front:
             self._prepare()
             chosen = self._lineup.best()
         else:
-            sent = {one.instance_id: one.on_its_way() for one in self._nodes.values() if one.sent}
+            sent = {one.instance_id: one.on_its_way() for one in self._nodes.values()}
             views = (node.view for node in self._nodes.values())
             view = ClusterView(tuple(view for view in views if view is not None))
             tokens = request.total_tokens if request.execution_priority in self._protected else None
@@ -108,7 +108,7 @@ class Front:
         return True
 
     def _give(self, node: Node, request: Request) -> None:
-        node.sent.append((self._clock.now, request.total_tokens + 1))
+        node.sent(request.total_tokens + 1)
         self._last = node.instance_id
         self._changed.add(node.instance_id)
         self._send(node, request)
@@ -154,9 +154,12 @@ class Front:
 
     def _prepare(self) -> None:
         """As ``gateway.serving.dispatch`` does: what has changed since the last look, and nothing else."""
+        on_the_way = set()
         for instance_id in sorted(self._changed):
             node = self._nodes[instance_id]
             view = node.view
+            if node.has_reports_on_the_way:
+                on_the_way.add(instance_id)
             if view is None or not view.usable:
                 self._lineup.drop(instance_id)
                 continue
@@ -168,7 +171,7 @@ class Front:
                 )
                 found = dataclasses.replace(found, room=less)
             self._lineup.put(Standing(view, rank(view, sent), queue_length(view, sent), sent.in_flight, False, found))
-        self._changed.clear()
+        self._changed = on_the_way
 
 
 _NO_SITE = Site("", Room(0, 0), 1, 1, 0.0, 0)
