@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from gateway.policy.dispatch import queue_length, rank
@@ -129,23 +129,31 @@ class Front:
             return
         self._prepare()
         sites = self._lineup.sites()
-        least = min(request.total_tokens for request in self._line.values())
-        if not any(one.room.fits(one.demand_blocks(least)) for one in sites):
-            return
-        for allotment in allot(self._waiters(), sites, self._policy.waiting):
+        for allotment in allot(self._waiters(sites), sites, self._policy.waiting):
             self._give(self._nodes[allotment.instance_id], self._line.pop(allotment.request_id))
 
     def _kept_id(self) -> str | None:
         if not self.binds_late or not self._line:
             return None
-        oldest_s = self._clock.now - min(request.arrived_at for request in self._line.values())
-        if oldest_s < self._policy.waiting.aged_s:
+        oldest = self._waiter(self._oldest())
+        if oldest.waited_s < self._policy.waiting.aged_s:
             return None
         self._prepare()
-        return kept_instance(self._waiters(), self._lineup.sites(), self._policy.waiting)
+        return kept_instance([oldest], self._lineup.sites(), self._policy.waiting)
 
-    def _waiters(self) -> list[Waiter]:
-        return [self._waiter(request) for request in self._line.values()]
+    def _oldest(self) -> Request:
+        return min(self._line.values(), key=lambda request: (request.arrived_at, request.request_id))
+
+    def _waiters(self, sites: Sequence[Site]) -> list[Waiter]:
+        """Those for whom there is room somewhere, and the one for whom an instance may be kept: looking at all others
+        as well would change nothing, and take most of a run's time under overload."""
+        room_tokens = max((one.room.blocks * one.block_size for one in sites if one.room.places > 0), default=0)
+        oldest = self._oldest()
+        return [
+            self._waiter(request)
+            for request in self._line.values()
+            if request.total_tokens <= room_tokens or request is oldest
+        ]
 
     def _waiter(self, request: Request) -> Waiter:
         waited_s = self._clock.now - request.arrived_at
