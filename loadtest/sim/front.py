@@ -148,11 +148,12 @@ class Front:
         """Those for whom there is room somewhere, and the one for whom an instance may be kept: looking at all others
         as well would change nothing, and take most of a run's time under overload."""
         room_tokens = max((one.room.blocks * one.block_size for one in sites if one.room.places > 0), default=0)
-        oldest = self._oldest()
+        count = self._policy.waiting.kept_max
+        oldest = sorted(self._line.values(), key=lambda request: (request.arrived_at, request.request_id))[:count]
         return [
             self._waiter(request)
             for request in self._line.values()
-            if request.total_tokens <= room_tokens or request is oldest
+            if request.total_tokens <= room_tokens or request in oldest
         ]
 
     def _waiter(self, request: Request) -> Waiter:
