@@ -135,8 +135,6 @@ class Waiter:
 class WaitingRules:
     aged_s: float = 30.0
     """After this time the one that has waited longest comes first, and an instance is kept for it."""
-    kept_max: int = 1
-    """For so many of the oldest at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,18 +144,13 @@ class Allotment:
 
 
 def ordered(waiters: Iterable[Waiter], rules: WaitingRules) -> list[Waiter]:
-    """By class, then by age; before all of them the oldest ones of any class, once they have aged."""
+    """By class, then by age; before all of them the oldest one of any class, once it has aged."""
     line = sorted(waiters, key=lambda one: (one.rank, -one.waited_s, one.request_id))
-    aged = _aged(line, rules)
-    return aged + [one for one in line if one not in aged] if aged else line
-
-
-def _aged(waiters: Iterable[Waiter], rules: WaitingRules) -> list[Waiter]:
-    """Those that come first, and may have an instance kept for them."""
-    aged = sorted(
-        (one for one in waiters if one.waited_s >= rules.aged_s), key=lambda one: (-one.waited_s, one.request_id)
-    )
-    return aged[: rules.kept_max]
+    oldest = min(line, key=lambda one: (-one.waited_s, one.request_id), default=None)
+    if oldest is not None and oldest.waited_s >= rules.aged_s:
+        line.remove(oldest)
+        line.insert(0, oldest)
+    return line
 
 
 def allot(waiters: Sequence[Waiter], sites: Iterable[Site], rules: WaitingRules) -> list[Allotment]:
@@ -173,13 +166,11 @@ def allot(waiters: Sequence[Waiter], sites: Iterable[Site], rules: WaitingRules)
     sites = list(sites)
     open_sites = {one.instance_id: one for one in sites if one.is_open}
     allotted: list[Allotment] = []
-    kept: set[str] = set()
     too_large_tokens = math.inf
     for index, waiter in enumerate(ordered(waiters, rules)):
         if not open_sites:
             break
-        is_aged = index < rules.kept_max and waiter.waited_s >= rules.aged_s
-        if waiter.tokens >= too_large_tokens and not is_aged:
+        if waiter.tokens >= too_large_tokens:
             continue
         chosen = best_site(waiter, open_sites.values())
         if chosen is not None:
@@ -188,10 +179,8 @@ def allot(waiters: Sequence[Waiter], sites: Iterable[Site], rules: WaitingRules)
                 del open_sites[chosen.instance_id]
             allotted.append(Allotment(waiter.request_id, chosen.instance_id))
             continue
-        if is_aged:
-            kept.add(_kept_for(waiter, (one for one in sites if one.instance_id not in kept)))
-            for instance_id in kept:
-                open_sites.pop(instance_id, None)
+        if index == 0 and waiter.waited_s >= rules.aged_s:
+            open_sites.pop(_kept_for(waiter, sites), None)
         if not waiter.exclude:
             too_large_tokens = waiter.tokens
     return allotted

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gateway.policy.autoscale import Add, Drain, ScaleMemory, ScaleSettings, TakeBack, scale
@@ -71,6 +71,8 @@ class Cluster:
         self.nodes: dict[str, Node] = {}
         self.records: dict[str, Record] = {}
         self.moves_begun = self.moves_done = self.preemptions = self.busy_answers = 0
+        self.report_delays_s: Callable[[float], Sequence[float]] = lambda made_at: (settings.report_delay_s,)
+        """Of a report made then, on its way to the gateway: none if it is lost, several if it comes more than once."""
         self._headroom_blocks = settings.headroom_blocks if settings.policy.knows_classes else {}
         self.front = Front(settings.policy, MODEL, self.nodes, self, self._send, frozenset(self._headroom_blocks))
         self._events: list[tuple[float, int, Callable[[], object]]] = []
@@ -126,7 +128,6 @@ class Cluster:
             lambda: self.now,
             self._wake,
             self._view_later,
-            self.settings.report_delay_s,
             self.settings.control_delay_s,
         )
         self.after(offset_s, lambda: self._report(node))
@@ -240,11 +241,12 @@ class Cluster:
     def _report(self, node: Node) -> None:
         if not node.alive:
             return
-        node.report()
-        if self.front:
-            self.after(self.settings.report_delay_s, lambda: self.front.changed(node))
-        else:
-            self.front.changed(node)  # Nobody waits for it: it is looked at when somebody comes.
+        for delay_s in self.report_delays_s(self.now):
+            node.report(self.now + delay_s)
+            if self.front:
+                self.after(delay_s, lambda: self.front.changed(node))
+            else:
+                self.front.changed(node)  # Nobody waits for it: it is looked at when somebody comes.
         self.after(self.settings.report_interval_s, lambda: self._report(node))
         if node.pairing is not None:
             self._follow_pairing(node)

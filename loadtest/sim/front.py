@@ -148,12 +148,11 @@ class Front:
         """Those for whom there is room somewhere, and the one for whom an instance may be kept: looking at all others
         as well would change nothing, and take most of a run's time under overload."""
         room_tokens = max((one.room.blocks * one.block_size for one in sites if one.room.places > 0), default=0)
-        count = self._policy.waiting.kept_max
-        oldest = sorted(self._line.values(), key=lambda request: (request.arrived_at, request.request_id))[:count]
+        oldest = self._oldest()
         return [
             self._waiter(request)
             for request in self._line.values()
-            if request.total_tokens <= room_tokens or request in oldest
+            if request.total_tokens <= room_tokens or request is oldest
         ]
 
     def _waiter(self, request: Request) -> Waiter:

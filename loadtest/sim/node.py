@@ -42,6 +42,7 @@ _NOTHING = Sent()
 @dataclass(slots=True)
 class _Report:
     made_at: float
+    arrives_at: float
     draining: bool
     view: Callable[[], InstanceView] | None = None
     """Of the engine as it was then; ``None`` as long as that has not changed."""
@@ -65,24 +66,21 @@ class Node:
         clock: Callable[[], float],
         wake: Callable[[Node, float], None],
         view_later: ViewLater,
-        report_delay_s: float = 0.0,
-        control_delay_s: float = 0.0,
+        way_s: float,
     ) -> None:
-        """``wake``: call ``step`` then."""
+        """``wake``: call ``step`` then. ``way_s``: of a request from the gateway to here."""
         self.instance_id = identity.instance_id
         self.identity = identity
         self._engine = engine
         self._clock = clock
         self._wake = wake
         self._view_later = view_later
-        self._report_delay_s = report_delay_s
-        self._control_delay_s = control_delay_s
+        self._way_s = way_s
         self.steps_at: float | None = None
         """When its step ends."""
-        self._reports: deque[_Report] = deque()
-        """The last that has arrived, and those on their way."""
-        self._has_arrived = False
-        """The first of them."""
+        self._report: _Report | None = None
+        """The newest that has arrived."""
+        self._on_the_way: list[_Report] = []
         self._view: InstanceView | None = None
         self._sent: deque[tuple[float, int]] = deque()
         """Time and tokens of dispatches that the last report cannot know of."""
@@ -124,49 +122,51 @@ class Node:
 
     # Its reports.
 
-    def report(self) -> None:
+    def report(self, arrives_at: float) -> None:
         """Make one, now."""
         self._arrive()
-        self._reports.append(_Report(self._clock(), self.draining))
+        self._on_the_way.append(_Report(self._clock(), arrives_at, self.draining))
 
     def _settle_reports(self) -> None:
-        for report in self._reports:
+        """The engine is about to change."""
+        for report in self._on_the_way:
             if report.view is None:
                 report.view = self._view_later(self, report.made_at, report.draining)
+        report = self._report
+        if report is not None and report.view is None and self._view is None:
+            report.view = self._view_later(self, report.made_at, report.draining)
 
     def _arrive(self) -> None:
-        """What has come by now, and what follows from the last of it."""
-        arrived_before = self._clock() - self._report_delay_s
-        reports = self._reports
-        while len(reports) > 1 and reports[1].made_at <= arrived_before:
-            reports.popleft()
-            self._has_arrived = False
-        if self._has_arrived or not reports or reports[0].made_at > arrived_before:
+        """What has come by now, and what follows from the newest of it. What is not newer than that says nothing."""
+        now = self._clock()
+        arrived = [report for report in self._on_the_way if report.arrives_at <= now]
+        if not arrived:
             return
-        self._has_arrived, self._view, self._said_busy = True, None, None
-        received_before = reports[0].made_at - self._control_delay_s
-        while self._sent and self._sent[0][0] <= received_before:
+        newest = max(arrived, key=lambda report: report.made_at)
+        self._on_the_way = [
+            report for report in self._on_the_way if report.arrives_at > now and report.made_at > newest.made_at
+        ]
+        self._report, self._view, self._said_busy = newest, None, None
+        while self._sent and self._sent[0][0] <= newest.made_at - self._way_s:
             self._sent.popleft()
 
     @property
     def has_reports_on_the_way(self) -> bool:
         self._arrive()
-        return len(self._reports) > self._has_arrived
+        return bool(self._on_the_way)
 
     @property
     def view(self) -> InstanceView | None:
-        """Of the last report that has arrived."""
+        """Of the newest report that has arrived."""
         self._arrive()
-        if self._view is None and self._has_arrived:
-            self._settle_reports()
-            view = self._reports[0].view
-            assert view is not None
-            self._view = view()
+        if self._view is None and self._report is not None:
+            report = self._report
+            self._view = (report.view or self._view_later(self, report.made_at, report.draining))()
         return self._view
 
     def forget_view(self) -> None:
-        self._view, self._has_arrived = None, False
-        self._reports.clear()
+        self._report = self._view = None
+        self._on_the_way.clear()
 
     def sent(self, tokens: int) -> None:
         """The gateway has just sent it a request."""
