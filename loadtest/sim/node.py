@@ -132,9 +132,9 @@ class Node:
         for report in self._on_the_way:
             if report.view is None:
                 report.view = self._view_later(self, report.made_at, report.draining)
-        report = self._report
-        if report is not None and report.view is None and self._view is None:
-            report.view = self._view_later(self, report.made_at, report.draining)
+        last = self._report
+        if last is not None and last.view is None and self._view is None:
+            last.view = self._view_later(self, last.made_at, last.draining)
 
     def _arrive(self) -> None:
         """What has come by now, and what follows from the newest of it. What is not newer than that says nothing."""
