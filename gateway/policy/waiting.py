@@ -8,6 +8,7 @@ ties by id; several gateways that see the same come to the same result, and each
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -144,8 +145,6 @@ class Waiter:
 class WaitingRules:
     aged_s: float = 30.0
     """After this time the one that has waited longest comes first, and an instance is kept for it."""
-    look_past: int = 64
-    """So many are looked at past one that fits nowhere: a bound on the work, and on how far it may be overtaken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +169,19 @@ def allot(waiters: Sequence[Waiter], sites: Iterable[Site], rules: WaitingRules)
     Each goes to the freest instance among those with room. When the aged first one fits nowhere, the instance that is
     nearest to having room for it takes nobody else. That is the one with most room, so it stays the same one: nothing
     comes to it any more, and what ends there makes it larger still.
+
+    Room only shrinks meanwhile, so what is not smaller than one that has fit nowhere is passed by without a look: under
+    overload the large ones gather at the front, hundreds of them, and must not hold up the small ones behind.
     """
     sites = list(sites)
     open_sites = {one.instance_id: one for one in sites if one.is_open}
     allotted: list[Allotment] = []
-    looked_past = 0
+    too_large_tokens = math.inf
     for index, waiter in enumerate(ordered(waiters, rules)):
         if not open_sites:
             break
+        if waiter.tokens >= too_large_tokens:
+            continue
         chosen = best_site(waiter, open_sites.values())
         if chosen is not None:
             open_sites[chosen.instance_id] = taken = chosen.taken(waiter.tokens)
@@ -187,9 +191,8 @@ def allot(waiters: Sequence[Waiter], sites: Iterable[Site], rules: WaitingRules)
             continue
         if index == 0 and waiter.waited_s >= rules.aged_s:
             open_sites.pop(_kept_for(waiter, sites), None)
-        looked_past += 1
-        if looked_past > rules.look_past:
-            break
+        if not waiter.exclude:
+            too_large_tokens = waiter.tokens
     return allotted
 
 

@@ -57,6 +57,7 @@ def figure_15(seeds: int, quick: bool) -> list[Job]:
 FIGURES: Mapping[str, Callable[[int, bool], list[Job]]] = {
     "11T": lambda seeds, quick: figure_11("T", seeds, quick),
     "11M": lambda seeds, quick: figure_11("M", seeds, quick),
+    "11policy": lambda seeds, quick: figure_11("policy.md", seeds, quick),
     "11paper": lambda seeds, quick: figure_11("paper", seeds, quick),
     "13": figure_13,
     "14": figure_14,

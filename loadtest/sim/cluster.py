@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gateway.policy.autoscale import Add, Drain, ScaleMemory, ScaleSettings, TakeBack, scale
@@ -71,6 +71,8 @@ class Cluster:
         self.nodes: dict[str, Node] = {}
         self.records: dict[str, Record] = {}
         self.moves_begun = self.moves_done = self.preemptions = self.busy_answers = 0
+        self.report_delays_s: Callable[[float], Sequence[float]] = lambda made_at: (settings.report_delay_s,)
+        """Of a report made then, on its way to the gateway: none if it is lost, several if it comes more than once."""
         self._headroom_blocks = settings.headroom_blocks if settings.policy.knows_classes else {}
         self.front = Front(settings.policy, MODEL, self.nodes, self, self._send, frozenset(self._headroom_blocks))
         self._events: list[tuple[float, int, Callable[[], object]]] = []
@@ -120,8 +122,14 @@ class Cluster:
         """Ready ``offset_s`` from now, with its first report."""
         instance_id = f"i{len(self.nodes):04d}"
         engine = Engine(self.settings.engine, self.settings.profile, looks_ahead=self.settings.looks_ahead)
-        node = Node(Identity(instance_id, "boot", (MODEL,), "simulated"), engine, lambda: self.now, self._wake)
-        self.nodes[instance_id] = node
+        node = self.nodes[instance_id] = Node(
+            Identity(instance_id, "boot", (MODEL,), "simulated"),
+            engine,
+            lambda: self.now,
+            self._wake,
+            self._view_later,
+            self.settings.control_delay_s,
+        )
         self.after(offset_s, lambda: self._report(node))
         return node
 
@@ -205,7 +213,8 @@ class Cluster:
         settings = self.settings.scale
         assert settings is not None
         for node in self.nodes.values():
-            if node.alive and node.draining and not node.sent and not node.moves_in and node.engine_ahead.is_empty:
+            is_empty = not node.on_its_way().requests and not node.moves_in and node.engine_ahead.is_empty
+            if node.alive and node.draining and is_empty:
                 self.remove(node.instance_id)
         alive = [node for node in self.nodes.values() if node.alive]
         starting = sum(node.view is None for node in alive)
@@ -232,29 +241,26 @@ class Cluster:
     def _report(self, node: Node) -> None:
         if not node.alive:
             return
-        made_at = self.now
-        view = view_later(
+        for delay_s in self.report_delays_s(self.now):
+            node.report(self.now + delay_s)
+            if self.front:
+                self.after(delay_s, lambda: self.front.changed(node))
+            else:
+                self.front.changed(node)  # Nobody waits for it: it is looked at when somebody comes.
+        self.after(self.settings.report_interval_s, lambda: self._report(node))
+        if node.pairing is not None:
+            self._follow_pairing(node)
+
+    def _view_later(self, node: Node, made_at: float, draining: bool) -> Callable[[], InstanceView]:
+        return view_later(
             node.engine_ahead,
             node.identity,
-            draining=node.draining,
+            draining=draining,
             headroom_blocks=self._headroom_blocks,
             now=made_at,
             says_room=self.front.binds_late,
             growth_tokens=self.settings.policy.growth_tokens,
         )
-        self.after(self.settings.report_delay_s, lambda: self._reported(node, view, made_at))
-        self.after(self.settings.report_interval_s, lambda: self._report(node))
-        if node.pairing is not None:
-            self._follow_pairing(node)
-
-    def _reported(self, node: Node, view: Callable[[], InstanceView], made_at: float) -> None:
-        if not node.alive:
-            return
-        node.made_view, node.said_busy = view, None
-        arrived_before = made_at - self.settings.control_delay_s
-        while node.sent and node.sent[0][0] <= arrived_before:
-            node.sent.popleft()
-        self.front.changed(node)
 
     def _follow_pairing(self, node: Node) -> None:
         if node.pairing is None or self.now < node.rests_until:
@@ -292,7 +298,7 @@ class Cluster:
     def _kick(self, node: Node) -> None:
         """Something has changed: an idle engine may have something to do."""
         if node.alive and node.engine_ahead.is_idle:
-            self._after_step(node, node.engine_ahead.step(self.now))
+            self._after_step(node, node.step())
 
     def _wake(self, node: Node, ends_at: float) -> None:
         node.steps_at = ends_at
@@ -301,7 +307,7 @@ class Cluster:
     def _step_ends(self, node: Node, ends_at: float) -> None:
         if node.alive and node.steps_at == ends_at:
             node.steps_at = None
-            self._after_step(node, node.engine_ahead.step(self.now))
+            self._after_step(node, node.step())
 
     def _after_step(self, node: Node, outcome: Outcome) -> None:
         if outcome.ends_at is not None:

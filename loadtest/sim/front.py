@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from gateway.policy.dispatch import queue_length, rank
@@ -70,13 +70,13 @@ class Front:
 
     def returned(self, node: Node, request: Request, said: Room) -> None:
         """The instance has not let it in. It keeps its place."""
-        node.said_busy = said
+        node.says_busy(said)
         self.changed(node)
         self._line[request.request_id] = request
         self._wake()
 
     def changed(self, node: Node) -> None:
-        """It has reported, or is gone."""
+        """It has reported, or is about to, or is gone."""
         self._changed.add(node.instance_id)
         if self._line:
             self._wake()
@@ -97,7 +97,7 @@ class Front:
             self._prepare()
             chosen = self._lineup.best()
         else:
-            sent = {one.instance_id: one.on_its_way() for one in self._nodes.values() if one.sent}
+            sent = {one.instance_id: one.on_its_way() for one in self._nodes.values()}
             views = (node.view for node in self._nodes.values())
             view = ClusterView(tuple(view for view in views if view is not None))
             tokens = request.total_tokens if request.execution_priority in self._protected else None
@@ -108,7 +108,7 @@ class Front:
         return True
 
     def _give(self, node: Node, request: Request) -> None:
-        node.sent.append((self._clock.now, request.total_tokens + 1))
+        node.sent(request.total_tokens + 1)
         self._last = node.instance_id
         self._changed.add(node.instance_id)
         self._send(node, request)
@@ -129,24 +129,32 @@ class Front:
             return
         self._prepare()
         sites = self._lineup.sites()
-        least = min(request.total_tokens for request in self._line.values())
-        if not any(one.room.fits(one.demand_blocks(least)) for one in sites):
-            return
-        for allotment in allot(self._waiters(), sites, self._policy.waiting):
+        for allotment in allot(self._waiters(sites), sites, self._policy.waiting):
             self._give(self._nodes[allotment.instance_id], self._line.pop(allotment.request_id))
 
     def _kept_ids(self) -> frozenset[str]:
         if not self.binds_late or not self._line:
             return frozenset()
-        oldest_s = self._clock.now - min(request.arrived_at for request in self._line.values())
-        if oldest_s < self._policy.waiting.aged_s:
+        oldest = self._waiter(self._oldest())
+        if oldest.waited_s < self._policy.waiting.aged_s:
             return frozenset()
         self._prepare()
-        kept_id = kept_instance(self._waiters(), self._lineup.sites(), self._policy.waiting)
+        kept_id = kept_instance([oldest], self._lineup.sites(), self._policy.waiting)
         return frozenset() if kept_id is None else frozenset({kept_id})
 
-    def _waiters(self) -> list[Waiter]:
-        return [self._waiter(request) for request in self._line.values()]
+    def _oldest(self) -> Request:
+        return min(self._line.values(), key=lambda request: (request.arrived_at, request.request_id))
+
+    def _waiters(self, sites: Sequence[Site]) -> list[Waiter]:
+        """Those for whom there is room somewhere, and the one for whom an instance may be kept: looking at all others
+        as well would change nothing, and take most of a run's time under overload."""
+        room_tokens = max((one.room.blocks * one.block_size for one in sites if one.room.places > 0), default=0)
+        oldest = self._oldest()
+        return [
+            self._waiter(request)
+            for request in self._line.values()
+            if request.total_tokens <= room_tokens or request is oldest
+        ]
 
     def _waiter(self, request: Request) -> Waiter:
         waited_s = self._clock.now - request.arrived_at
@@ -155,9 +163,12 @@ class Front:
 
     def _prepare(self) -> None:
         """As ``gateway.serving.dispatch`` does: what has changed since the last look, and nothing else."""
+        on_the_way = set()
         for instance_id in sorted(self._changed):
             node = self._nodes[instance_id]
             view = node.view
+            if node.has_reports_on_the_way:
+                on_the_way.add(instance_id)
             if view is None or not view.usable:
                 self._lineup.drop(instance_id)
                 continue
@@ -169,7 +180,7 @@ class Front:
                 )
                 found = dataclasses.replace(found, room=less)
             self._lineup.put(Standing(view, rank(view, sent), queue_length(view, sent), sent.in_flight, False, found))
-        self._changed.clear()
+        self._changed = on_the_way
 
 
 _NO_SITE = Site("", Room(0, 0), 1, 1, 0.0, 0)

@@ -6,35 +6,30 @@ import bisect
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 LENGTH_MAX = 6144
 """The paper's cap for generated lengths, in tokens."""
-
-Draw = Callable[[random.Random], int]
 
 
 @dataclass(frozen=True, slots=True)
 class PowerLaw:
     """The generator of the paper's artifact: ``k`` in 1 to 2·mean-1 with a weight of ``k**-alpha``, scaled to the mean.
 
-    Many short ones and a long tail, cut at ``LENGTH_MAX``.
+    Many short ones and a long tail, cut at ``LENGTH_MAX``. As there, a drawn list is scaled by its own mean and not by
+    the distribution's: so every list asks for nearly as much, where else 10,000 of them differ by 6 % and more.
     """
 
     mean: int
     alpha: float
 
-    def draw(self) -> Draw:
+    def draw(self, chance: random.Random, count: int) -> list[int]:
         steps = range(1, 2 * self.mean)
         weights = list(itertools.accumulate(math.pow(step, -self.alpha) for step in steps))
-        mean_step = sum(math.pow(step, 1 - self.alpha) for step in steps) / weights[-1]
-
-        def length(chance: random.Random) -> int:
-            step = 1 + bisect.bisect(weights, chance.random() * weights[-1])
-            return min(LENGTH_MAX, math.ceil(min(step, len(steps)) * self.mean / mean_step))
-
-        return length
+        drawn = chance.choices(steps, cum_weights=weights, k=count)
+        scale = self.mean * count / max(1, sum(drawn))
+        return [min(LENGTH_MAX, math.ceil(step * scale)) for step in drawn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +42,9 @@ class Quantiles:
     """(share below, tokens), rising in both."""
     longest: int = LENGTH_MAX
 
-    def draw(self) -> Draw:
+    def draw(self, chance: random.Random, count: int) -> list[int]:
         points = self._points()
-
-        def length(chance: random.Random) -> int:
-            return max(1, round(_between(points, chance.random())))
-
-        return length
+        return [max(1, round(_between(points, chance.random()))) for _ in range(count)]
 
     def _points(self) -> list[tuple[float, float]]:
         inner = [(share, math.log(tokens)) for share, tokens in self.known]

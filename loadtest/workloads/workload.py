@@ -12,8 +12,6 @@ from pathlib import Path
 from loadtest.workloads import lengths
 from loadtest.workloads.lengths import PowerLaw, Quantiles
 
-TOKENS_MAX = 12_800
-"""Prompt and output together; a longer request is drawn again, as the paper's filter does."""
 DATA = Path(__file__).parent / "data"
 
 Lengths = PowerLaw | Quantiles
@@ -72,17 +70,16 @@ def generate(
     if not 0 <= high_priority_share <= 1:
         raise WorkloadError("A share lies between 0 and 1.")
     chosen = TRACES[trace]
-    prompt, output = chosen.prompt.draw(), chosen.output.draw()
     # Apart, so that a change of one leaves the others as they were.
-    for_lengths, for_gaps, for_classes = (random.Random(f"{seed} {what}") for what in ("lengths", "gaps", "classes"))
+    parts = ("prompts", "outputs", "gaps", "classes")
+    for_prompts, for_outputs, for_gaps, for_classes = (random.Random(f"{seed} {part}") for part in parts)
     arrivals, at_s = [], 0.0
-    for _ in range(count):
+    for prompt, output in zip(
+        chosen.prompt.draw(for_prompts, count), chosen.output.draw(for_outputs, count), strict=True
+    ):
         at_s += for_gaps.gammavariate(1 / cv**2, cv**2) / rate_rps
-        wanted, generated = prompt(for_lengths), output(for_lengths)
-        while wanted + generated >= TOKENS_MAX:
-            wanted, generated = prompt(for_lengths), output(for_lengths)
         priority = int(for_classes.random() < high_priority_share)
-        arrivals.append(Arrival(at_s, wanted, generated, priority))
+        arrivals.append(Arrival(at_s, prompt, output, priority))
     return arrivals
 
 

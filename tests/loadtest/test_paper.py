@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.cli.command import main
+from loadtest.paper.calibrate import factor_for, scan
 from loadtest.paper.evaluation import describe, write_page
 from loadtest.paper.figures import FIGURES, QUICK_FIGURES
 from loadtest.paper.gains import gain, interval
@@ -51,6 +52,16 @@ def test_a_seed_counts_only_when_all_its_traces_are_there() -> None:
 def test_a_confidence_interval_is_students() -> None:
     assert interval([1.0]) == (None, None)
     assert interval([0.0, 2.0]) == pytest.approx((1 - 12.71, 1 + 12.71))
+
+
+def test_a_load_is_where_the_baselines_p99_would_be_the_papers() -> None:
+    """The measured curve jumps about; what it is measured at lies around both loads."""
+    points: dict[float, float] = {}
+    jumps = iter([1.2, 0.8] * 20)
+    scan((50.0, 5.0), points, lambda factor: math.exp(10 * (factor - 1)) * next(jumps), first=1.2)
+    assert min(points.values()) <= 5 < 50 <= max(points.values())
+    for wanted_s in (50.0, 5.0):
+        assert factor_for(wanted_s, points) == pytest.approx(1 + math.log(wanted_s) / 10, abs=0.05)
 
 
 def test_each_figure_has_its_runs_and_the_quick_ones_are_few() -> None:

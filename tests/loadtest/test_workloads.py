@@ -29,13 +29,26 @@ def quantiles(values: list[int]) -> tuple[float, ...]:
 def test_lengths_have_the_mean_and_the_quantiles_of_the_papers_table_1(
     trace: str, prompt: tuple[int, ...], output: tuple[int, ...]
 ) -> None:
-    drawn = generate(trace, rate_rps=1, count=20_000, seed=1)
+    drawn = [arrival for seed in range(4) for arrival in generate(trace, rate_rps=1, count=10_000, seed=seed)]
     for values, stated in (
         ([arrival.prompt_tokens for arrival in drawn], prompt),
         ([arrival.output_tokens for arrival in drawn], output),
     ):
         found = (statistics.fmean(values), *quantiles(values))
         assert found == pytest.approx(stated, rel=0.2), (trace, found)
+
+
+@pytest.mark.parametrize("trace", ["S-S", "M-M", "L-L"])
+def test_every_drawn_list_asks_for_as_many_tokens(trace: str) -> None:
+    """Near the knee a few percent more or less are the difference between no queue and a hopeless one."""
+    means = []
+    for seed in range(8):
+        drawn = generate(trace, rate_rps=1, count=2_000, seed=seed)
+        means += [
+            statistics.fmean(one.prompt_tokens for one in drawn),
+            statistics.fmean(one.output_tokens for one in drawn),
+        ]
+    assert max(means) / min(means) < 1.04, means
 
 
 @pytest.mark.parametrize("cv", [1.0, 4.0])

@@ -13,7 +13,7 @@ from gateway.wire import PriorityClass
 from tests.policy.test_decide import instance
 
 HIGH, NORMAL, LOW = sorted(PriorityClass)
-RULES = WaitingRules(aged_s=30, look_past=4)
+RULES = WaitingRules(aged_s=30)
 BLOCK = 16
 
 
@@ -45,10 +45,12 @@ def test_who_does_not_fit_holds_up_nobody_behind_it() -> None:
     assert started(line, place("a", 10)) == {"small": "a"}
 
 
-def test_only_so_many_are_looked_at_past_those_that_fit_nowhere() -> None:
-    line = [*(waiter(f"large{n}", waited_s=9 - n, blocks=40) for n in range(5)), waiter("small", blocks=4)]
-    assert started(line, place("a", 10)) == {}
-    assert started(line[1:], place("a", 10)) == {"small": "a"}
+def test_however_many_fit_nowhere_they_hold_up_nobody_smaller() -> None:
+    """Under overload hundreds of large ones gather at the front of the line."""
+    line = [*(waiter(f"large{n}", waited_s=29 - n / 100, blocks=40 + n) for n in range(300)), waiter("small", blocks=4)]
+    assert started(line, place("a", 10)) == {"small": "a"}
+    elsewhere = waiter("nowhere", NORMAL, 29.0, 2, "a")
+    assert started([elsewhere, waiter("small", blocks=4)], place("a", 10)) == {"small": "a"}, "it fits, but may not"
 
 
 def test_an_instance_is_kept_for_an_aged_one_that_fits_nowhere() -> None:

@@ -143,6 +143,23 @@ def test_the_views_are_as_old_as_the_reports() -> None:
     assert chosen == ["i0000", "i0001"] * 3
 
 
+def test_a_view_shows_the_engine_as_it_was_when_the_report_was_made_whenever_somebody_looks() -> None:
+    cluster = Cluster(settings(instances=1, report_delay_s=0.02))
+    node = cluster.nodes["i0000"]
+    seen: list[int | None] = []
+
+    def look() -> None:
+        seen.append(node.view.requests_waiting if node.view is not None else None)
+
+    for name, at_s in (("a", 0.05), ("b", 0.11)):
+        request = Request(name, SyntheticPrompt(1, 8), 300, arrived_at=at_s)
+        cluster.at(at_s, lambda request=request: node.engine.add(request))  # type: ignore[misc]
+    for at_s in (0.01, 0.08, 0.115, 0.15, 0.25):  # Reports are made at 0, 0.1 and 0.2.
+        cluster.at(at_s, look)
+    cluster.run([Request("last", SyntheticPrompt(1, 8), 1, arrived_at=0.4)], until_s=0.3)
+    assert seen == [None, 0, 0, 1, 2]
+
+
 def test_a_classs_requests_count_together_as_they_do_one_by_one() -> None:
     engine = Engine(ENGINE, LLAMA_7B_A10)
     for index, priority in enumerate([0, 1, 1, 2, 0, 0, 0]):

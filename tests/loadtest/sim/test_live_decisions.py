@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import pytest
@@ -41,24 +40,25 @@ class Recording(Cluster):
 
     def __init__(self, settings: ClusterSettings) -> None:
         self.events: list[Tick | str] = []
-        self._on_their_way: dict[str, deque[str]] = defaultdict(deque)
-        self._reports = 0
+        self._on_their_way: list[tuple[float, int, str]] = []
         super().__init__(settings)
 
     def _report(self, node: Node) -> None:
-        if node.alive:
-            self._reports += 1
-            report = make_report(node.engine, node.identity, self._reports, draining=node.draining)
-            self._on_their_way[node.instance_id].append(json.dumps(report.to_json()))
+        if not node.alive:
+            super()._report(node)
+            return
+        number = len(self.events) + len(self._on_their_way) + 1
+        report = make_report(node.engine, node.identity, number, draining=node.draining)
         super()._report(node)
-
-    def _reported(self, node: Node, view: object, made_at: float) -> None:
-        super()._reported(node, view, made_at)  # type: ignore[arg-type]
-        self.events.append(self._on_their_way[node.instance_id].popleft())
+        arrives_at = node._on_the_way[-1].arrives_at
+        self._on_their_way.append((arrives_at, number, json.dumps(report.to_json())))
 
     def _tick(self) -> None:
         view = self.front.view()
         decided, _ = decide(view, self._memory, self.now, self.settings.policy.leader)
+        here = sorted(one for one in self._on_their_way if one[0] <= self.now)
+        self._on_their_way = [one for one in self._on_their_way if one[0] > self.now]
+        self.events += [words for _, _, words in here]
         self.events.append(Tick(view, decided))
         super()._tick()
 

@@ -38,7 +38,7 @@ def arrivals(seed: int, count: int, rate_rps: float = 40.0, high_share: float = 
 
 
 def cluster_settings(policy: str, **changes: Any) -> ClusterSettings:
-    named = dataclasses.replace(eager(policy), waiting=WaitingRules(aged_s=1.0, look_past=8))
+    named = dataclasses.replace(eager(policy), waiting=WaitingRules(aged_s=1.0))
     values: dict[str, Any] = {"instances": 3, "engine": PAPER, "profile": SLOW, "policy": named, "copies_tail": True}
     return ClusterSettings(**(values | changes))
 
