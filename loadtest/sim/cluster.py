@@ -77,6 +77,7 @@ class Cluster:
         self._sequence = 0
         self._unfinished = 0
         self._memory = Memory()
+        self._way_s = settings.control_delay_s + settings.profile.request_ms / 1000
         for number in range(settings.instances):
             self.add_instance(offset_s=settings.report_interval_s * number / settings.instances)
         if settings.policy.leader.policy is not Policy.NONE:
@@ -174,7 +175,7 @@ class Cluster:
         record = self.records[request.request_id]
         record.dispatched_at = self.now
         record.instance_id = node.instance_id
-        self.after(self.settings.control_delay_s, lambda: self._receive(node, request))
+        self.after(self._way_s, lambda: self._receive(node, request))
 
     def _receive(self, node: Node, request: Request) -> None:
         if not node.alive:
@@ -251,7 +252,7 @@ class Cluster:
         if not node.alive:
             return
         node.made_view, node.said_busy = view, None
-        arrived_before = made_at - self.settings.control_delay_s
+        arrived_before = made_at - self._way_s
         while node.sent and node.sent[0][0] <= arrived_before:
             node.sent.popleft()
         self.front.changed(node)
