@@ -27,7 +27,7 @@ NONE_CHOSEN = { [ $$? -eq 5 ] && $(if $(ARGS),true,false); }
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo up soak test test-fast node-client bench-migration bench-gateway bench-control paper paper-quick check format setup model clean
+.PHONY: help demo up soak test test-fast node-client bench-migration bench-gateway bench-control validate-sim paper paper-quick check format setup model clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1~/p' Makefile | awk -F'~' '{printf "%-18s %s\n", $$1, $$2}'
@@ -59,6 +59,9 @@ bench-gateway: $(KVFERRY_STAMP) $(PEERS_STAMP)  ## what the gateway costs, besid
 
 bench-control: $(KVFERRY_STAMP)  ## what the control plane bears, from 16 to 256 instances; ARGS=--quick for two minutes
 	@$(RUN) -m loadtest.bench.control $(ARGS)
+
+validate-sim: $(READY)  ## the same small trace on two real vLLM servers and in the simulator, about six minutes
+	@$(RUN) -m loadtest.validation $(ARGS)
 
 paper: $(KVFERRY_STAMP)  ## the paper's experiments in the simulator, some hours on two cores; ARGS="--figures 11T --seeds 2" for less
 	@$(RUN) -m loadtest.paper $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from loadtest.paper.figures_beyond import FIGURES_BEYOND, SEEDS_BEYOND
 from loadtest.paper.parameters import TOP_RATES_RPS, rate_rps
 from loadtest.paper.rows import Job
 
@@ -54,6 +55,11 @@ def figure_15(seeds: int, quick: bool) -> list[Job]:
     ]
 
 
+def at_most(most: int, make: Callable[[int, bool], list[Job]]) -> Callable[[int, bool], list[Job]]:
+    """So that all of it ends in two hours."""
+    return lambda seeds, quick: make(min(seeds, most), quick)
+
+
 FIGURES: Mapping[str, Callable[[int, bool], list[Job]]] = {
     "11T": lambda seeds, quick: figure_11("T", seeds, quick),
     "11M": lambda seeds, quick: figure_11("M", seeds, quick),
@@ -61,6 +67,7 @@ FIGURES: Mapping[str, Callable[[int, bool], list[Job]]] = {
     "13": figure_13,
     "14": figure_14,
     "15": figure_15,
+    **{name: at_most(SEEDS_BEYOND.get(name, 3), make) for name, make in FIGURES_BEYOND.items()},
 }
 QUICK_FIGURES = ("11T", "13")
 """With one seed and three traces: does it run, and does it look as it should."""

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from loadtest.sim.profile import Profile
 
+STEP_FLOOR_MS = 0.01
+"""Where prompts take no time that could be told from noise, a step must end all the same."""
+
 
 class NotEnough(ValueError):
     """There are too few points to tell one coefficient from another."""
@@ -68,6 +71,7 @@ def fit_profile(
         decode_base_ms=_rounded(base_ms),
         decode_request_ms=_rounded(request_ms),
         decode_kv_token_ms=_rounded(kv_token_ms),
+        step_floor_ms=STEP_FLOOR_MS,
         request_ms=_rounded(way_ms),
     )
     return Fit(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gateway.policy.autoscale import Add, Drain, ScaleMemory, ScaleSettings, TakeBack, scale
@@ -62,6 +62,8 @@ class ClusterSettings:
     """The last tokens, which fill no block, are copied as well (Llumnix); else the destination computes them."""
     looks_ahead: bool = True
     """Many times faster, with the same result; not with a prefix cache."""
+    keeps_token_times: bool = False
+    """In the records, for an engine that does not look ahead."""
 
 
 class Cluster:
@@ -71,6 +73,10 @@ class Cluster:
         self.nodes: dict[str, Node] = {}
         self.records: dict[str, Record] = {}
         self.moves_begun = self.moves_done = self.preemptions = self.busy_answers = 0
+        self.report_delays_s: Callable[[float], Sequence[float]] = lambda made_at: (settings.report_delay_s,)
+        """Of a report made then, on its way to the gateway: none if it is lost, several if it comes more than once."""
+        self.copy_factor = 1.0
+        """So many times as long as by the profile."""
         self._headroom_blocks = settings.headroom_blocks if settings.policy.knows_classes else {}
         self.front = Front(settings.policy, MODEL, self.nodes, self, self._send, frozenset(self._headroom_blocks))
         self._events: list[tuple[float, int, Callable[[], object]]] = []
@@ -243,15 +249,16 @@ class Cluster:
             says_room=self.front.binds_late,
             growth_tokens=self.settings.policy.growth_tokens,
         )
-        self.after(self.settings.report_delay_s, lambda: self._reported(node, view, made_at))
+        for delay_s in self.report_delays_s(made_at):
+            self.after(delay_s, lambda: self._reported(node, view, made_at))
         self.after(self.settings.report_interval_s, lambda: self._report(node))
         if node.pairing is not None:
             self._follow_pairing(node)
 
     def _reported(self, node: Node, view: Callable[[], InstanceView], made_at: float) -> None:
-        if not node.alive:
-            return
-        node.made_view, node.said_busy = view, None
+        if not node.alive or made_at <= node.reported_at:
+            return  # As in the gateway, what is not newer than the last one says nothing.
+        node.made_view, node.said_busy, node.reported_at = view, None, made_at
         arrived_before = made_at - self._way_s
         while node.sent and node.sent[0][0] <= arrived_before:
             node.sent.popleft()
@@ -310,6 +317,8 @@ class Cluster:
         for request in outcome.sampled:
             if request.output_tokens == 1 or request.preemptions:
                 self._note_token(self.records[request.request_id])
+            if self.settings.keeps_token_times:
+                self.records[request.request_id].token_times.append(self.now)
         for request in outcome.preempted:
             self.preemptions += 1
             self.records[request.request_id].preempted_at = self.now
@@ -364,6 +373,7 @@ class Cluster:
             return
         self._count_copy(move, copying=True)
         copy_s = self.settings.profile.copy_s(max(fresh, 0) * self.settings.engine.block_size)
+        copy_s *= self.copy_factor
         self.after(copy_s + self.settings.control_delay_s, lambda: self._copied(move, blocks, fresh))
 
     def _copied(self, move: Move, blocks: int, fresh: int) -> None:

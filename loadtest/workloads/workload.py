@@ -5,18 +5,18 @@ from __future__ import annotations
 import csv
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from loadtest.workloads import lengths
-from loadtest.workloads.lengths import PowerLaw, Quantiles
+from loadtest.workloads.lengths import Fixed, PowerLaw, Quantiles
 
 TOKENS_MAX = 12_800
 """Prompt and output together; a longer request is drawn again, as the paper's filter does."""
 DATA = Path(__file__).parent / "data"
 
-Lengths = PowerLaw | Quantiles
+Lengths = PowerLaw | Quantiles | Fixed
 
 
 class WorkloadError(Exception):
@@ -49,8 +49,9 @@ TRACES: Mapping[str, Trace] = {
     "L-L": Trace(lengths.LONG, lengths.LONG),
     "S-L": Trace(lengths.SHORT, lengths.LONG),
     "L-S": Trace(lengths.LONG, lengths.SHORT),
+    "alike": Trace(lengths.ALIKE, lengths.ALIKE),
 }
-"""The seven of the paper's figure 11."""
+"""The seven of the paper's figure 11, and one in which no request differs from another."""
 
 
 def generate(
@@ -61,29 +62,47 @@ def generate(
     seed: int,
     cv: float = 1.0,
     high_priority_share: float = 0.0,
+    highest_priority_share: float = 0.0,
+    lengths: Sequence[tuple[int, int]] | None = None,
 ) -> list[Arrival]:
     """``count`` requests at ``rate_rps`` a second in the mean. ``cv`` is the coefficient of variation of the gaps
     (gamma: 1 is a Poisson process, more is burstier). The same seed gives the same lengths, classes and pattern of
-    arrivals at any rate."""
-    if trace not in TRACES:
+    arrivals at any rate. ``lengths``: of prompt and output, from which is drawn instead of the trace's distributions.
+    """
+    if trace not in TRACES and lengths is None:
         raise WorkloadError(f"There is no trace {trace!r}; there are {', '.join(TRACES)}.")
     if rate_rps <= 0 or cv <= 0 or count < 0:
         raise WorkloadError("A rate and a CV must be positive, and a count not negative.")
-    if not 0 <= high_priority_share <= 1:
+    if min(high_priority_share, highest_priority_share) < 0 or high_priority_share + highest_priority_share > 1:
         raise WorkloadError("A share lies between 0 and 1.")
-    chosen = TRACES[trace]
-    prompt, output = chosen.prompt.draw(), chosen.output.draw()
+    draw = _drawing_from(lengths) if lengths is not None else _drawing(TRACES[trace])
     # Apart, so that a change of one leaves the others as they were.
     for_lengths, for_gaps, for_classes = (random.Random(f"{seed} {what}") for what in ("lengths", "gaps", "classes"))
     arrivals, at_s = [], 0.0
     for _ in range(count):
         at_s += for_gaps.gammavariate(1 / cv**2, cv**2) / rate_rps
-        wanted, generated = prompt(for_lengths), output(for_lengths)
+        wanted, generated = draw(for_lengths)
         while wanted + generated >= TOKENS_MAX:
-            wanted, generated = prompt(for_lengths), output(for_lengths)
-        priority = int(for_classes.random() < high_priority_share)
+            wanted, generated = draw(for_lengths)
+        luck = for_classes.random()
+        priority = 1 if luck < high_priority_share else 2 if luck < high_priority_share + highest_priority_share else 0
         arrivals.append(Arrival(at_s, wanted, generated, priority))
     return arrivals
+
+
+def _drawing(trace: Trace) -> Callable[[random.Random], tuple[int, int]]:
+    prompt, output = trace.prompt.draw(), trace.output.draw()
+    return lambda chance: (prompt(chance), output(chance))
+
+
+def _drawing_from(lengths: Sequence[tuple[int, int]]) -> Callable[[random.Random], tuple[int, int]]:
+    return lambda chance: chance.choice(lengths)
+
+
+def read_lengths(path: Path) -> list[tuple[int, int]]:
+    """Rows of ``input_tokens,output_tokens``."""
+    with path.open(newline="") as file:
+        return [(int(row["input_tokens"]), max(1, int(row["output_tokens"]))) for row in csv.DictReader(file)]
 
 
 def read_trace(path: Path, *, speed: float = 1.0, count: int | None = None) -> list[Arrival]:
