@@ -18,7 +18,7 @@ ENGINE = EngineSettings(
 PROMPT_TOKENS, OUTPUT_TOKENS = (16, 400), (16, 400)
 MEAN_TOKENS = 140.0
 GAPS_CV = 2.0
-LOAD = 0.85
+LOAD = 0.7
 """Of what full memories could serve."""
 
 
