@@ -11,10 +11,10 @@ COMPARED = ("infaas++", "llumnix", "kvferry")
 STRAINED = ("S-S", "L-S")
 """Two traces at load T, on which where a request is makes a difference."""
 INTERVALS_S = (0.1, 0.5, 1.0)
-RECORDED_RPS = {"azure2023_conv": 8.8, "azure2023_code": 13.0, "sharegpt_10k_lengths": 12.0}
+RECORDED_RPS = {"azure2023_conv": 8.8, "azure2023_code": 13.0, "sharegpt_10k_lengths": 17.0}
 RECORDED_REQUESTS = {"azure2023_conv": 6_000, "azure2023_code": 4_000, "sharegpt_10k_lengths": 6_000}
 RECORDED_PARTS = {"azure2023_conv": 3, "azure2023_code": 2}
-ALIKE_RPS = 8.6
+ALIKE_RPS = 25.0
 
 
 def figure_12(seeds: int, quick: bool) -> list[Job]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 import statistics
 import time
@@ -43,6 +44,7 @@ TOKENS = 64
 WARM_UP_S, MEASURED_S = 6.0, 2.0
 REPORT_INTERVAL_S = 0.1
 TICK_S = 0.2
+GATEWAY_RPS = 1000.0
 MODELS = ("m",)
 POLICY = POLICIES["kvferry"]
 
@@ -58,19 +60,26 @@ class Thread:
 
     def run(self, now: float, work: Callable[[], T]) -> tuple[T, float]:
         """What it came to, and when it was done."""
-        began_ns = time.thread_time_ns()
-        found = work()
-        taken_s = (time.thread_time_ns() - began_ns) / 1e9
+        found, taken_s = timed(work)
+        return found, self.spend(now, taken_s)
+
+    def spend(self, now: float, taken_s: float) -> float:
         self.free_at = max(now, self.free_at) + taken_s
         if now >= WARM_UP_S:
             self.busy_s += taken_s
-        return found, self.free_at
+        return self.free_at
+
+
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    began_ns = time.thread_time_ns()
+    found = work()
+    return found, (time.thread_time_ns() - began_ns) / 1e9
 
 
 class Scheduler(Protocol):
     """Decides for all engines, and says how long each time somebody has to wait for it."""
 
-    thread: Thread
+    threads: list[Thread]
     engines: list[Engine]
 
     def chosen(self, request: Request, now: float) -> tuple[int, float]:
@@ -99,8 +108,8 @@ class InstanceState(msgspec.Struct, array_like=True):
 class Central:
     """Knows every request of every instance as of its last step."""
 
-    def __init__(self, engines: list[Engine]) -> None:
-        self.thread, self.engines = Thread(), engines
+    def __init__(self, engines: list[Engine], rate_rps: float) -> None:
+        self.engines, self.threads = engines, [Thread()]
         self._requests: list[dict[str, RequestState]] = [{} for _ in engines]
         self._lineup = Lineup()
         self._decoder = msgspec.json.Decoder(InstanceState)
@@ -122,11 +131,11 @@ class Central:
             self._stand(index)
             return index
 
-        return self.thread.run(now, work)
+        return self.threads[0].run(now, work)
 
     def step_may_begin(self, index: int, now: float) -> float:
         told = self._told(index)
-        _, at = self.thread.run(now, lambda: self._know(index, told))
+        _, at = self.threads[0].run(now, lambda: self._know(index, told))
         return at
 
     def _told(self, index: int) -> bytes:
@@ -180,10 +189,15 @@ class Central:
 
 
 class Distributed:
-    """A gateway with reports, and each engine's llumlet, which is a thread of that engine's."""
+    """Gateways with reports, and each engine's llumlet, which is a thread of that engine's.
 
-    def __init__(self, engines: list[Engine]) -> None:
-        self.thread, self.engines = Thread(), engines
+    Each gateway reads every report and takes its share of the requests, a thousand a second at most; the first one
+    leads. They know of each other's requests here, which in truth they do with the next report.
+    """
+
+    def __init__(self, engines: list[Engine], rate_rps: float) -> None:
+        self.engines, self.threads = engines, [Thread() for _ in range(math.ceil(rate_rps / GATEWAY_RPS))]
+        self._turns = itertools.cycle(self.threads)
         self._identities = [Identity(f"{index:05d}", "b", MODELS, "kv") for index in range(len(engines))]
         self._report_due = [REPORT_INTERVAL_S * index / len(engines) for index in range(len(engines))]
         self._owed_s = [0.0 for _ in engines]
@@ -204,20 +218,18 @@ class Distributed:
 
     def chosen(self, request: Request, now: float) -> tuple[int, float]:
         self._catch_up(now)
-        instance_id, at = self.thread.run(now, lambda: self._choose(request))
+        instance_id, at = next(self._turns).run(now, lambda: self._choose(request))
         index = int(instance_id)
-        began_ns = time.thread_time_ns()
-        judge(self.engines[index], request, POLICY.growth_tokens)
-        self._owed_s[index] += (time.thread_time_ns() - began_ns) / 1e9
+        _, taken_s = timed(lambda: judge(self.engines[index], request, POLICY.growth_tokens))
+        self._owed_s[index] += taken_s
         return index, at
 
     def step_may_begin(self, index: int, now: float) -> float:
         owed_s, self._owed_s[index] = self._owed_s[index], 0.0
         if now >= self._report_due[index]:
             self._report_due[index] = now + REPORT_INTERVAL_S
-            began_ns = time.thread_time_ns()
-            told = self._report(index)
-            owed_s += (time.thread_time_ns() - began_ns) / 1e9
+            told, taken_s = timed(lambda: self._report(index))
+            owed_s += taken_s
             self._arriving.append((now, told))
         return now + owed_s
 
@@ -227,7 +239,9 @@ class Distributed:
     def _catch_up(self, now: float) -> None:
         while self._arriving:
             at, told = self._arriving.popleft()
-            self.thread.run(at, lambda told=told: self._read(told))  # type: ignore[misc]
+            _, taken_s = timed(lambda told=told: self._read(told))  # type: ignore[misc]
+            for thread in self.threads:
+                thread.spend(at, taken_s)
 
     def _read(self, told: bytes) -> None:
         view = view_of(self._decoder.decode(told))
@@ -250,7 +264,7 @@ class Distributed:
 
     def _tick(self, now: float) -> float:
         self._catch_up(now)
-        self.thread.run(now, self._decide)
+        self.threads[0].run(now, self._decide)
         return now + TICK_S
 
     def _decide(self) -> None:
@@ -258,7 +272,7 @@ class Distributed:
         _, self._memory = decide(view, self._memory, 0.0, POLICY.leader)
 
 
-SCHEDULERS: dict[str, Callable[[list[Engine]], Scheduler]] = {"central": Central, "kvferry": Distributed}
+SCHEDULERS: dict[str, Callable[[list[Engine], float], Scheduler]] = {"central": Central, "kvferry": Distributed}
 
 
 @dataclass(slots=True)
@@ -271,7 +285,7 @@ class Seen:
 def run(policy: str, instances: int, rate_rps: float, seed: int, measured_s: float = MEASURED_S) -> dict[str, Any]:
     """One run. Stalls are of steps, between their being due and their beginning."""
     engines = [Engine(ENGINE, LLAMA_7B_A10) for _ in range(instances)]
-    scheduler = SCHEDULERS[policy](engines)
+    scheduler = SCHEDULERS[policy](engines, rate_rps)
     seen = _play(scheduler, rate_rps, random.Random(seed), WARM_UP_S + measured_s)
     stalls, steps, dispatches = (sorted(values) for values in (seen.stalls_s, seen.steps_s, seen.dispatches_s))
     return {
@@ -281,7 +295,8 @@ def run(policy: str, instances: int, rate_rps: float, seed: int, measured_s: flo
         "step_mean_ms": 1000 * statistics.fmean(steps),
         "dispatch_mean_ms": 1000 * statistics.fmean(dispatches),
         "dispatch_p99_ms": 1000 * percentile(dispatches, 0.99),
-        "scheduler_busy_share": scheduler.thread.busy_s / measured_s,
+        "scheduler_threads": len(scheduler.threads),
+        "scheduler_busy_share": max(thread.busy_s for thread in scheduler.threads) / measured_s,
         "steps_measured": len(steps),
     }
 

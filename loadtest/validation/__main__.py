@@ -32,7 +32,11 @@ from loadtest.workloads.workload import Arrival
 
 RESULT = Path("docs/results/validate-sim.json")
 PAGE = Path("docs/evaluation.md")
-PLAN = Plan(prompt_tokens=(4, 32, 64, 128, 256, 400), contexts=(32, 128, 400), batches=(1, 2, 4, 8, 12), repeats=7)
+PLAN = Plan(
+    prompt_tokens=(4, 32, 64, 128, 256, 400), contexts=(32, 128, 400), batches=(1, 2, 4, 8, 12), repeats=5, steps=48
+)
+VLLM_BLOCKS = ENGINE.blocks_total + 1
+"""One is vLLM's null block, which no request gets."""
 POLICIES = ("none", "kvferry")
 """The leader's, in the order of ``RUNS``."""
 
@@ -99,7 +103,7 @@ async def compare(flags: argparse.Namespace, progress: Progress) -> dict[str, An
 def build_stack(progress: Progress) -> Stack:
     """With few blocks, and both thresholds of migration at those of the simulated policy."""
     arguments = [
-        *("--num-gpu-blocks-override", str(ENGINE.blocks_total)),
+        *("--num-gpu-blocks-override", str(VLLM_BLOCKS)),
         *("--max-num-seqs", str(ENGINE.batch_max)),
         *("--max-num-batched-tokens", str(ENGINE.step_tokens_max)),
         *("--max-model-len", str(ENGINE.sequence_tokens_max)),
@@ -122,6 +126,9 @@ async def measured_profile(
     with progress.step("measuring the servers' steps") as step:
         probes = [Probe(http, instance.url, seed + number) for number, instance in enumerate(stack.instances)]
         found: list[Measured] = await asyncio.gather(*(measure(probe, PLAN, step.update) for probe in probes))
+    for one in found:
+        if one.about.blocks_total != VLLM_BLOCKS:
+            raise ProbeFailed(f"a server has {one.about.blocks_total} blocks, and not the {VLLM_BLOCKS} of its flag.")
     fitted = fit_profile(
         "measured",
         [point for one in found for point in one.prefills],
