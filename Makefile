@@ -63,10 +63,10 @@ bench-control: $(KVFERRY_STAMP)  ## what the control plane bears, from 16 to 256
 validate-sim: $(READY)  ## the same small trace on two real vLLM servers and in the simulator, about six minutes
 	@$(RUN) -m loadtest.validation $(ARGS)
 
-paper: $(KVFERRY_STAMP)  ## the paper's experiments in the simulator, some hours on two cores; ARGS="--figures 11T --seeds 2" for less
+paper: $(KVFERRY_STAMP) $(BENCH_STAMP)  ## the paper's experiments in the simulator, under two hours on two cores; ARGS="--figures 11T --seeds 2" for less
 	@$(RUN) -m loadtest.paper $(ARGS)
 
-paper-quick: $(KVFERRY_STAMP)  ## a reduced set of them, some minutes
+paper-quick: $(KVFERRY_STAMP)  ## a reduced set of them, under ten minutes
 	@$(RUN) -m loadtest.paper --quick $(ARGS)
 
 check: $(KVFERRY_STAMP)  ## formatting, lint and types

@@ -10,6 +10,7 @@ from loadtest.paper.figures_beyond import COMPARED, INTERVALS_S
 from loadtest.paper.gains import BASELINE, FLOOR
 from loadtest.paper.markdown import Table, markdown, number
 from loadtest.paper.rows import Row
+from loadtest.paper.variants import VARIANTS
 
 Column = tuple[str, str, float]
 """A title, a metric, and what it is multiplied by."""
@@ -49,7 +50,7 @@ def _listed(
     for row in rows:
         found.setdefault((*(row.get(name) for name in names), row["policy"]), []).append(row)
     table: Table = [[*(title for title, _ in keys), "policy", *(title for title, _, _ in columns), "requests", "seeds"]]
-    for key in sorted({key[:-1] for key in found}, key=lambda key: [(isinstance(one, str), one) for one in key]):
+    for key in sorted({key[:-1] for key in found}, key=lambda key: [_place(one) for one in key]):
         for policy in policies:
             mine = found.get((*key, policy), [])
             if mine:
@@ -57,6 +58,16 @@ def _listed(
                 values = [number(_mean(mine, name, factor)) for _, name, factor in columns]
                 table.append([*said, policy, *values, f"{min(row['requests'] for row in mine):,}", str(len(mine))])
     return markdown(table)
+
+
+_PLACES = {variant: place for place, variant in enumerate(VARIANTS)}
+
+
+def _place(value: object) -> tuple[float, str]:
+    """Numbers in order, variants as they are listed, then any other words."""
+    if isinstance(value, (int, float)):
+        return value, ""
+    return _PLACES.get(str(value), len(_PLACES)), str(value)
 
 
 def _figure_12(rows: Sequence[Row]) -> str:

@@ -16,8 +16,8 @@ PROFILE = Profile("test", 5.0, 0.1, 0.0, 10.0, 0.5, 0.002, kv_bytes_per_token=20
 
 
 def test_the_trace_is_dense_enough_that_requests_wait_are_preempted_and_move() -> None:
-    lengths = arrivals(1, 240, 1.0)
-    trace = arrivals(1, 240, rate_for(PROFILE, lengths))
+    lengths = arrivals(1, 90, 1.0)
+    trace = arrivals(1, 90, rate_for(PROFILE, lengths))
     assert [one.prompt_tokens for one in trace] == [one.prompt_tokens for one in lengths]
     assert max(one.prompt_tokens + one.output_tokens for one in trace) < ENGINE.sequence_tokens_max
     stayed, moved = (simulated.play(PROFILE, trace, moves) for moves in (False, True))
@@ -25,7 +25,7 @@ def test_the_trace_is_dense_enough_that_requests_wait_are_preempted_and_move() -
     assert stayed.moves == 0
     assert moved.moves > 0
     assert stayed.preemptions > 0
-    assert len(stayed.first_token_s) == 240
+    assert len(stayed.first_token_s) == 90
     assert len(stayed.gaps_s) == sum(one.output_tokens - 1 for one in trace)
 
 
