@@ -28,7 +28,7 @@ NONE_CHOSEN = { [ $$? -eq 5 ] && $(if $(ARGS),true,false); }
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo up soak test test-fast test-compose loadtest node-client browser dashboard-pictures bench-migration bench-gateway bench-control bench-dashboard paper paper-loads paper-quick check format setup model clean
+.PHONY: help demo up soak test test-fast test-compose loadtest node-client browser dashboard-pictures bench-migration bench-gateway bench-control bench-dashboard validate-sim paper paper-loads paper-quick check format setup model clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1~/p' Makefile | awk -F'~' '{printf "%-18s %s\n", $$1, $$2}'
@@ -76,13 +76,16 @@ bench-gateway: $(KVFERRY_STAMP) $(PEERS_STAMP)  ## what the gateway costs, besid
 bench-control: $(KVFERRY_STAMP)  ## what the control plane bears, from 16 to 256 instances; ARGS=--quick for two minutes
 	@$(RUN) -m loadtest.bench.control $(ARGS)
 
-paper: $(KVFERRY_STAMP)  ## the paper's experiments in the simulator, some hours on two cores; ARGS="--figures 11T --seeds 2" for less
+validate-sim: $(READY)  ## the same small trace on two real vLLM servers and in the simulator, about six minutes
+	@$(RUN) -m loadtest.validation $(ARGS)
+
+paper: $(KVFERRY_STAMP) $(BENCH_STAMP)  ## the paper's experiments in the simulator, under two hours on two cores; ARGS="--figures 11T --seeds 2" for less
 	@$(RUN) -m loadtest.paper $(ARGS)
 
 paper-loads: $(KVFERRY_STAMP)  ## finds the loads T and M of the simulator, some twenty minutes
 	@$(RUN) -m loadtest.paper.calibrate $(ARGS)
 
-paper-quick: $(KVFERRY_STAMP)  ## a reduced set of them, some minutes
+paper-quick: $(KVFERRY_STAMP)  ## a reduced set of them, under ten minutes
 	@$(RUN) -m loadtest.paper --quick $(ARGS)
 
 check: $(KVFERRY_STAMP)  ## formatting, lint and types

@@ -172,6 +172,20 @@ class Stack:
         await self._warm_up([new])
         return new
 
+    async def restart_gateway(self, policy: str) -> None:
+        """With another policy, at another port. The instances go on; what the gateway serves is lost."""
+        assert self.gateway is not None
+        end_all([self.gateway], self._terminate_timeout_s)
+        self._policy = policy
+        self._start_gateway()
+        await self._wait(
+            f"starting the gateway with the policy {policy}",
+            {},
+            self._gateway_ready,
+            GATEWAY_TIMEOUT_S,
+            self.require_running,
+        )
+
     def require_running(self) -> None:
         """Raise :class:`~loadtest.processes.ProcessFailed` with the end of its log if a process has ended."""
         for instance in self.instances:

@@ -21,6 +21,7 @@ COMMANDS = {
     "migrate": "move a running request to another instance",
     "drain": "empty an instance by moving its requests away",
     "keys": "make API keys for the keys file",
+    "profile": "measure how long an instance's steps take, for the simulator",
     "simulate": "run a workload on simulated instances under a policy",
 }
 """Each in the module of its name in this package."""

@@ -9,13 +9,17 @@ from gateway.cli.exits import CommandFailed, Exit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_from("loadtest.simulate", parser)
+
+
+def add_from(module: str, parser: argparse.ArgumentParser) -> None:
     """Found by its name when it is asked for: the gateway imports nothing that stands beside it."""
     try:
-        simulator = importlib.import_module("loadtest.simulate")
+        command = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name not in ("loadtest", "loadtest.simulate"):
+        if error.name not in ("loadtest", module):
             raise
         raise CommandFailed(
             Exit.FAILED, "The simulator is not installed here: it comes with kvferry's source."
         ) from None
-    simulator.add_arguments(parser)
+    command.add_arguments(parser)

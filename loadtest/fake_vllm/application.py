@@ -420,6 +420,8 @@ vllm:cache_config_info{{{sizes}}} 1.0
 vllm:prompt_tokens_total{{{labels}}} {float(instance.prompt_tokens)}
 # TYPE vllm:generation_tokens counter
 vllm:generation_tokens_total{{{labels}}} {float(instance.output_tokens)}
+# TYPE vllm:num_preemptions counter
+vllm:num_preemptions_total{{{labels}}} {float(instance.preemptions)}
 # TYPE process_start_time_seconds gauge
 process_start_time_seconds {instance.started_at}
 """

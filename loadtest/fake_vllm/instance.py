@@ -62,6 +62,7 @@ class Instance:
         self.started_at = time.time()
         self.prompt_tokens = 0
         self.output_tokens = 0
+        self.preemptions = 0
         self.boundaries = asyncio.Condition()
         """Notified after each step."""
         self.starts: deque[Start] = deque(maxlen=STARTS_KEPT)
@@ -138,7 +139,7 @@ class Instance:
             await self.unless_hanging()
             self._woken.clear()
             outcome = self.engine.step(loop.time())
-            if outcome.sampled or outcome.admitted:
+            if outcome.sampled or outcome.admitted or outcome.preempted:
                 self._tell(outcome)
                 self._suffer()
             async with self.boundaries:
@@ -150,6 +151,7 @@ class Instance:
 
     def _tell(self, outcome: Outcome) -> None:
         self.output_tokens += len(outcome.sampled)
+        self.preemptions += len(outcome.preempted)
         self.prompt_tokens += sum(request.prompt_tokens for request in outcome.admitted)
         for request in outcome.admitted:
             if (reply := self._replies.get(request)) is not None and not request.preemptions:

@@ -13,11 +13,13 @@ from typing import Any
 
 from loadtest.paper.evaluation import describe, write_page
 from loadtest.paper.figures import FIGURES, QUICK_FIGURES
+from loadtest.paper.plots import NoMatplotlib, draw_all
 from loadtest.paper.rows import Row, key_of, read_rows, run_all, write_rows
 from loadtest.progress import Progress
 
 RESULT = Path("docs/results/paper.json")
 PAGE = Path("docs/evaluation.md")
+PLOTS = Path("docs/plots")
 SEEDS = 6
 
 
@@ -64,8 +66,16 @@ def main() -> int:
         run_all(jobs, flags.processes, done, lambda: time.monotonic() >= stops_at)
     print(describe(list(rows.values())))
     if not flags.quick and not flags.no_page:
-        write_page(PAGE, list(rows.values()), output)
+        write_page(PAGE, list(rows.values()), output, drawn(list(rows.values()), PLOTS))
     return 0
+
+
+def drawn(rows: list[Row], directory: Path) -> list[Path]:
+    try:
+        return draw_all(rows, directory)
+    except NoMatplotlib as error:
+        print(error, file=sys.stderr)
+        return []
 
 
 def about_the_run() -> dict[str, Any]:

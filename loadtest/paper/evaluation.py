@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from loadtest.paper.gains import BASELINE, Gain, gain, mean_of
+from loadtest.paper.markdown import Table, markdown, number
 from loadtest.paper.parameters import TOP_RATES_RPS
 from loadtest.paper.rows import Row
+from loadtest.paper.tables_beyond import describe_beyond
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 METRICS = (
@@ -49,21 +51,22 @@ BARS = (
     ("kvferry", "T", "request_p99_s", 1.12),
 )
 
-Table = list[list[str]]
-
 
 def describe(rows: Sequence[Row]) -> str:
     """For people: on the terminal, and in the page."""
-    parts = [*_figure_11(rows), *_bars(rows), *_figure_13(rows), *_figures_14_15(rows)]
+    parts = [*_figure_11(rows), *_bars(rows), *_figure_13(rows), *_figures_14_15(rows), *describe_beyond(rows)]
     return "\n\n".join(parts) if parts else "No rows yet."
 
 
-def write_page(path: Path, rows: Sequence[Row], source: Path) -> None:
+def write_page(path: Path, rows: Sequence[Row], source: Path, plots: Sequence[Path] = ()) -> None:
     text = path.read_text() if path.exists() else f"# Evaluation\n\n{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     note = f"Made by `make paper` from [{source.name}](results/{source.name})."
-    path.write_text(f"{before}{BEGIN}\n{note}\n\n{describe(rows)}\n{END}{after}")
+    seen = "".join(
+        f"![{plot.stem.replace('-', ' ').capitalize()}]({plot.parent.name}/{plot.name})\n\n" for plot in plots
+    )
+    path.write_text(f"{before}{BEGIN}\n{note}\n\n{seen}{describe(rows)}\n{END}{after}")
 
 
 def _figure_11(rows: Sequence[Row]) -> list[str]:
@@ -74,12 +77,12 @@ def _figure_11(rows: Sequence[Row]) -> list[str]:
             continue
         table: Table = [["times better than INFaaS++", *(name for name, _ in METRICS), "seeds"]]
         if load in ("T", "paper"):
-            table.append(["the paper's points", *(_number(PAPERS_GAINS.get(name)) for _, name in METRICS), ""])
+            table.append(["the paper's points", *(number(PAPERS_GAINS.get(name)) for _, name in METRICS), ""])
         for policy, first in found.items():
             if first is not None:
                 gains = [gain(rows, load, policy, name) for _, name in METRICS]
                 table.append([policy, *map(_gain, gains), str(first.seeds)])
-        parts += [f"### {title}", _markdown(table)]
+        parts += [f"### {title}", markdown(table)]
         parts.append(_by_trace(rows, load))
         parts.append(_by_strain(rows, load))
         parts.append(_churn(rows, load))
@@ -89,13 +92,13 @@ def _figure_11(rows: Sequence[Row]) -> list[str]:
 def _by_trace(rows: Sequence[Row], load: str) -> str:
     traces = [trace for trace in TOP_RATES_RPS if any(row["trace"] == trace for row in rows if row["load"] == load)]
     table: Table = [["P99 prefill, by trace", *traces]]
-    baseline = [_number(mean_of(rows, "prefill_p99_s", _of(load, BASELINE, trace))) + " s" for trace in traces]
+    baseline = [number(mean_of(rows, "prefill_p99_s", _of(load, BASELINE, trace))) + " s" for trace in traces]
     table.append([f"{BASELINE}, mean of seeds", *baseline])
     for policy in ORDER:
         found = gain(rows, load, policy, "prefill_p99_s")
         if found is not None:
-            table.append([f"{policy}, times better", *(_number(found.by_trace.get(trace)) for trace in traces)])
-    return _markdown(table)
+            table.append([f"{policy}, times better", *(number(found.by_trace.get(trace)) for trace in traces)])
+    return markdown(table)
 
 
 def _by_strain(rows: Sequence[Row], load: str) -> str:
@@ -115,10 +118,10 @@ def _by_strain(rows: Sequence[Row], load: str) -> str:
                 for (name, trace, seed), value in found.items()
                 if name == policy and low <= found.get((BASELINE, trace, seed), -1.0) < high
             ]
-            cells.append(f"{_number(math.exp(statistics.fmean(logs)))} ({len(logs)} runs)" if logs else "-")
+            cells.append(f"{number(math.exp(statistics.fmean(logs)))} ({len(logs)} runs)" if logs else "-")
         if any(cell != "-" for cell in cells):
             table.append([policy, *cells])
-    return _markdown(table)
+    return markdown(table)
 
 
 def _churn(rows: Sequence[Row], load: str) -> str:
@@ -135,11 +138,11 @@ def _churn(rows: Sequence[Row], load: str) -> str:
         values = [mean_of(rows, name, _of(load, policy)) for _, name, _ in columns]
         if values[0] is not None:
             cells = [
-                _number(value * factor if value is not None else None)
+                number(value * factor if value is not None else None)
                 for value, (_, _, factor) in zip(values, columns, strict=True)
             ]
             table.append([policy, *cells])
-    return _markdown(table)
+    return markdown(table)
 
 
 def _bars(rows: Sequence[Row]) -> list[str]:
@@ -157,7 +160,7 @@ def _bars(rows: Sequence[Row]) -> list[str]:
         table.append(
             ["kvferry at T: P99 prefill on every trace", "1.2", f"{worst.by_trace[trace]:.2f} ({trace})", word]
         )
-    return ["### The bars", _markdown(table)] if len(table) > 1 else []
+    return ["### The bars", markdown(table)] if len(table) > 1 else []
 
 
 def _figure_13(rows: Sequence[Row]) -> list[str]:
@@ -178,9 +181,9 @@ def _figure_13(rows: Sequence[Row]) -> list[str]:
         for policy in ("llumnix-base", "llumnix", "kvferry-base", "kvferry"):
             mine = [row for row in chosen if row["cv"] == cv and row["policy"] == policy]
             if mine:
-                values = [_number(mean_of(mine, name, lambda row: True)) for name in names]
+                values = [number(mean_of(mine, name, lambda row: True)) for name in names]
                 table.append([f"{cv:g}", policy, *values, _requests(mine), str(len(mine))])
-    return ["### Priorities (Fig. 13): S-S at 26 requests/s, a tenth of them high", _markdown(table)]
+    return ["### Priorities (Fig. 13): S-S at 26 requests/s, a tenth of them high", markdown(table)]
 
 
 def _figures_14_15(rows: Sequence[Row]) -> list[str]:
@@ -217,10 +220,10 @@ def _figures_14_15(rows: Sequence[Row]) -> list[str]:
                 ]
                 if mine:
                     names = ("prefill_p99_s", "prefill_mean_s", "instances_mean", "instance_hours")
-                    values = [_number(mean_of(mine, name, lambda row: True)) for name in names]
+                    values = [number(mean_of(mine, name, lambda row: True)) for name in names]
                     point = [f"{rate:g}", f"{cv:g}", f"{low:g}", policy]
                     table.append([*point, *values, _requests(mine), str(len(mine))])
-        parts += [title, _markdown(table)]
+        parts += [title, markdown(table)]
     return parts
 
 
@@ -241,17 +244,5 @@ def _gain(found: Gain | None) -> str:
     if found is None:
         return "-"
     if found.low is None or found.high is None:
-        return _number(found.mean)
-    return f"{_number(found.mean)} ({_number(found.low)}-{_number(found.high)})"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _markdown(table: Table) -> str:
-    head, *body = table
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body])
+        return number(found.mean)
+    return f"{number(found.mean)} ({number(found.low)}-{number(found.high)})"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from gateway.policy.decide import PolicySettings
 from gateway.policy.migration import MigrationSettings
-from gateway.policy.policies import POLICIES, NamedPolicy
+from gateway.policy.policies import POLICIES, STABLE_STEPS, NamedPolicy
 from loadtest.sim.cluster import ClusterSettings
 from loadtest.sim.engine import EngineSettings, Prefill
 from loadtest.sim.profile import LLAMA_7B_A10
@@ -74,7 +74,7 @@ def policy_for(name: str, trace: str) -> NamedPolicy:
     named = POLICIES[name]
     if not name.startswith("llumnix"):
         return named
-    steps = THRESHOLD_STEPS[trace]
+    steps = THRESHOLD_STEPS.get(trace, STABLE_STEPS)
     migration = MigrationSettings(low_freeness_steps=steps, high_freeness_steps=steps)
     return dataclasses.replace(named, leader=PolicySettings(named.leader.policy, migration))
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from gateway.policy.autoscale import ScaleSettings
-from loadtest.paper import parameters
-from loadtest.sim.metrics import by_class
+from loadtest.paper import parameters, stalls, workloads
+from loadtest.paper.variants import VARIANTS
+from loadtest.sim.metrics import by_class, percentile
 from loadtest.sim.run import simulate
-from loadtest.workloads.workload import generate
 
 Row = dict[str, Any]
 
@@ -36,6 +36,11 @@ class Job:
     scale_low_steps: float = 0.0
     """Auto-scaling: the band's lower end, 0 for none."""
     report_interval_s: float = 0.1
+    highest_priority_share: float = 0.0
+    """Of a third class, above the high one."""
+    instances: int = parameters.INSTANCES
+    variant: str = ""
+    """A name of ``variants.VARIANTS``."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -43,26 +48,51 @@ class Job:
 
 
 def run(job: Job) -> Row:
-    settings = parameters.cluster_for(parameters.policy_for(job.policy, job.trace))
+    measured = stalls.run(job.policy, job.instances, job.rate, job.seed) if job.figure == "16" else simulated(job)
+    return dataclasses.asdict(job) | {name: _rounded(value) for name, value in measured.items()}
+
+
+def simulated(job: Job) -> dict[str, Any]:
+    variant = VARIANTS[job.variant]
+    settings = parameters.cluster_for(parameters.policy_for(job.policy, job.trace), job.instances)
     settings = dataclasses.replace(settings, report_interval_s=job.report_interval_s)
     if job.high_priority_share:
-        settings = dataclasses.replace(settings, headroom_blocks=parameters.HEADROOM_BLOCKS)
+        blocks = parameters.HEADROOM_BLOCKS
+        if job.highest_priority_share:
+            blocks = {**blocks, 2: blocks[1]}
+        settings = dataclasses.replace(settings, headroom_blocks=blocks)
     if job.scale_low_steps:
         scale = ScaleSettings(low_steps=job.scale_low_steps, high_steps=job.scale_low_steps + 800.0)
         settings = dataclasses.replace(settings, instances=parameters.INSTANCES_AT_FIRST, scale=scale)
-    arrivals = generate(
+    arrivals = workloads.arrivals(
         job.trace,
         rate_rps=job.rate,
         count=job.requests,
         seed=job.seed,
         cv=job.cv,
         high_priority_share=job.high_priority_share,
+        highest_priority_share=job.highest_priority_share,
     )
-    result = simulate(settings, arrivals)
+    ends_s = arrivals[-1].at_s
+    result = simulate(variant.settings(settings), arrivals, prepare=lambda cluster: variant.put_into(cluster, ends_s))
     figures = dict(result.figures)
     if job.high_priority_share:
         figures |= by_class(result.records)
-    return dataclasses.asdict(job) | {name: _rounded(value) for name, value in figures.items()}
+    if job.figure == "12":
+        figures |= over_time(result.fragmented_shares)
+    return figures
+
+
+SPAN_S = 10
+
+
+def over_time(shares: Sequence[float]) -> dict[str, Any]:
+    """Means of ten seconds, while requests come and until all have ended."""
+    spans = [shares[begin : begin + SPAN_S] for begin in range(0, len(shares), SPAN_S)]
+    return {
+        "fragmentation_p99_share": percentile(sorted(shares), 0.99),
+        "fragmentation_by_10_s_share": [_rounded(sum(span) / len(span)) for span in spans],
+    }
 
 
 def _rounded(value: Any) -> Any:

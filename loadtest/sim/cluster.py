@@ -62,6 +62,8 @@ class ClusterSettings:
     """The last tokens, which fill no block, are copied as well (Llumnix); else the destination computes them."""
     looks_ahead: bool = True
     """Many times faster, with the same result; not with a prefix cache."""
+    keeps_token_times: bool = False
+    """In the records, for an engine that does not look ahead."""
 
 
 class Cluster:
@@ -73,12 +75,15 @@ class Cluster:
         self.moves_begun = self.moves_done = self.preemptions = self.busy_answers = 0
         self.report_delays_s: Callable[[float], Sequence[float]] = lambda made_at: (settings.report_delay_s,)
         """Of a report made then, on its way to the gateway: none if it is lost, several if it comes more than once."""
+        self.copy_factor = 1.0
+        """So many times as long as by the profile."""
         self._headroom_blocks = settings.headroom_blocks if settings.policy.knows_classes else {}
         self.front = Front(settings.policy, MODEL, self.nodes, self, self._send, frozenset(self._headroom_blocks))
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._sequence = 0
         self._unfinished = 0
         self._memory = Memory()
+        self._way_s = settings.control_delay_s + settings.profile.request_ms / 1000
         for number in range(settings.instances):
             self.add_instance(offset_s=settings.report_interval_s * number / settings.instances)
         if settings.policy.leader.policy is not Policy.NONE:
@@ -182,7 +187,7 @@ class Cluster:
         record = self.records[request.request_id]
         record.dispatched_at = self.now
         record.instance_id = node.instance_id
-        self.after(self.settings.control_delay_s, lambda: self._receive(node, request))
+        self.after(self._way_s, lambda: self._receive(node, request))
 
     def _receive(self, node: Node, request: Request) -> None:
         if not node.alive:
@@ -315,6 +320,8 @@ class Cluster:
         for request in outcome.sampled:
             if request.output_tokens == 1 or request.preemptions:
                 self._note_token(self.records[request.request_id])
+            if self.settings.keeps_token_times:
+                self.records[request.request_id].token_times.append(self.now)
         for request in outcome.preempted:
             self.preemptions += 1
             self.records[request.request_id].preempted_at = self.now
@@ -369,6 +376,7 @@ class Cluster:
             return
         self._count_copy(move, copying=True)
         copy_s = self.settings.profile.copy_s(max(fresh, 0) * self.settings.engine.block_size)
+        copy_s *= self.copy_factor
         self.after(copy_s + self.settings.control_delay_s, lambda: self._copied(move, blocks, fresh))
 
     def _copied(self, move: Move, blocks: int, fresh: int) -> None:

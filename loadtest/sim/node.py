@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.policy.dispatch import Sent
 from gateway.policy.view import InstanceView
@@ -34,6 +34,8 @@ class Record:
     """Moves back to where it came from within ten seconds."""
     priority: int = 0
     """Its class, which the policy may not know of."""
+    token_times: list[float] = field(default_factory=list)
+    """Of each token, if that was asked for."""
 
 
 _NOTHING = Sent()

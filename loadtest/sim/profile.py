@@ -40,6 +40,8 @@ class Profile:
     downtime_base_ms: float = 0.0
     """Live migration: between the last token at the source and the destination's step, apart from that step."""
     downtime_token_ms: float = 0.0
+    request_ms: float = 0.0
+    """A request's way to the engine and back, beside its steps."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -89,9 +91,10 @@ class Profile:
 
     @classmethod
     def from_json(cls, value: Any) -> Profile:
-        """Raises ProfileError."""
+        """Raises ProfileError. What the values were ``measured`` from may stand beside them."""
         if not isinstance(value, dict):
             raise ProfileError("a profile must be an object")
+        value = {name: part for name, part in value.items() if name != "measured"}
         known = {field.name: field for field in dataclasses.fields(cls)}
         for name in value:
             if name not in known:

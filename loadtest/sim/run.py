@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.policy.usage import freeness_steps
 from loadtest.sim.cluster import Cluster, ClusterSettings
 from loadtest.sim.engine import Request
 from loadtest.sim.metrics import mean, summary
@@ -15,12 +17,16 @@ from loadtest.workloads.workload import Arrival
 
 SAMPLE_S = 1.0
 """Between two looks at the whole cluster's memory."""
+FREENESS_MAX_STEPS = 1000.0
+"""An instance with next to nothing to do has a freeness of any size; it counts as this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     records: list[Record]
     figures: dict[str, Any]
+    fragmented_shares: list[float]
+    """One a second."""
 
 
 def requests_of(arrivals: Sequence[Arrival]) -> list[Request]:
@@ -49,10 +55,12 @@ def simulate(
     """``tell`` is called now and then with the share of requests that have arrived. ``prepare`` may put faults in."""
     cluster = Cluster(settings)
     fragmented: list[float] = []
+    balance = Balance()
     requests = requests_of(arrivals)
 
     def look() -> None:
         fragmented.append(fragmented_share(cluster))
+        balance.look(cluster)
         if tell is not None:
             tell(len(cluster.records) / len(requests))
         cluster.after(SAMPLE_S, look)
@@ -72,7 +80,38 @@ def simulate(
         "instance_hours": cluster.instance_s() / 3600,
         "instances_mean": cluster.instance_s() / ends_s if ends_s else 0.0,
     }
-    return Result(records, figures)
+    return Result(records, figures | balance.figures(), fragmented)
+
+
+@dataclass(slots=True)
+class Balance:
+    """How alike the instances are, and whether moves make any of them worse. A look a second."""
+
+    spreads_steps: list[float] = field(default_factory=list)
+    moving: int = 0
+    negative: int = 0
+
+    def look(self, cluster: Cluster) -> None:
+        settings = cluster.settings.engine
+        found = []
+        for node in cluster.nodes.values():
+            if not node.alive or node.draining:
+                continue
+            load = node.load()
+            usage = settings.blocks_total - load.blocks_free + load.head_of_line_blocks
+            found.append(freeness_steps(settings.blocks_total, usage, load.running, settings.block_size))
+            if node.moves_out or node.moves_in:
+                self.moving += 1
+                self.negative += found[-1] < 0
+        if len(found) > 1:
+            self.spreads_steps.append(statistics.pstdev(min(one, FREENESS_MAX_STEPS) for one in found))
+
+    def figures(self) -> dict[str, Any]:
+        """``negative_while_moving_share``: of the looks at instances with a migration under way."""
+        return {
+            "freeness_spread_mean_steps": mean(self.spreads_steps),
+            "negative_while_moving_share": self.negative / self.moving if self.moving else 0.0,
+        }
 
 
 def fragmented_share(cluster: Cluster) -> float:

@@ -59,6 +59,16 @@ class Quantiles:
         return [(0.0, low), *inner, (1.0, highest)]
 
 
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Always the same."""
+
+    tokens: int
+
+    def draw(self, chance: random.Random, count: int) -> list[int]:
+        return [self.tokens] * count
+
+
 def _between(points: Sequence[tuple[float, float]], share: float) -> float:
     index = min(max(1, bisect.bisect(points, (share, math.inf))), len(points) - 1)
     (low, from_log), (high, to_log) = points[index - 1], points[index]
@@ -77,6 +87,7 @@ def _mean(points: Sequence[tuple[float, float]]) -> float:
 SHORT = PowerLaw(128, 2.0)
 MEDIUM = PowerLaw(256, 1.5)
 LONG = PowerLaw(512, 1.15)
+ALIKE = Fixed(256)
 
 SHAREGPT_PROMPT = Quantiles(306, ((0.5, 74), (0.8, 348), (0.95, 1484), (0.99, 3388)))
 SHAREGPT_OUTPUT = Quantiles(500, ((0.5, 487), (0.8, 781), (0.95, 988), (0.99, 1234)), 2048)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadtest.workloads import lengths
-from loadtest.workloads.lengths import PowerLaw, Quantiles
+from loadtest.workloads.lengths import Fixed, PowerLaw, Quantiles
 
 DATA = Path(__file__).parent / "data"
 
-Lengths = PowerLaw | Quantiles
+Lengths = PowerLaw | Quantiles | Fixed
 
 
 class WorkloadError(Exception):
@@ -47,8 +47,9 @@ TRACES: Mapping[str, Trace] = {
     "L-L": Trace(lengths.LONG, lengths.LONG),
     "S-L": Trace(lengths.SHORT, lengths.LONG),
     "L-S": Trace(lengths.LONG, lengths.SHORT),
+    "alike": Trace(lengths.ALIKE, lengths.ALIKE),
 }
-"""The seven of the paper's figure 11."""
+"""The seven of the paper's figure 11, and one in which no request differs from another."""
 
 
 def generate(
@@ -59,28 +60,40 @@ def generate(
     seed: int,
     cv: float = 1.0,
     high_priority_share: float = 0.0,
+    highest_priority_share: float = 0.0,
+    lengths: Sequence[tuple[int, int]] | None = None,
 ) -> list[Arrival]:
     """``count`` requests at ``rate_rps`` a second in the mean. ``cv`` is the coefficient of variation of the gaps
     (gamma: 1 is a Poisson process, more is burstier). The same seed gives the same lengths, classes and pattern of
-    arrivals at any rate."""
-    if trace not in TRACES:
+    arrivals at any rate. ``lengths``: of prompt and output, from which is drawn instead of the trace's distributions.
+    """
+    if trace not in TRACES and lengths is None:
         raise WorkloadError(f"There is no trace {trace!r}; there are {', '.join(TRACES)}.")
     if rate_rps <= 0 or cv <= 0 or count < 0:
         raise WorkloadError("A rate and a CV must be positive, and a count not negative.")
-    if not 0 <= high_priority_share <= 1:
+    if min(high_priority_share, highest_priority_share) < 0 or high_priority_share + highest_priority_share > 1:
         raise WorkloadError("A share lies between 0 and 1.")
-    chosen = TRACES[trace]
     # Apart, so that a change of one leaves the others as they were.
     parts = ("prompts", "outputs", "gaps", "classes")
     for_prompts, for_outputs, for_gaps, for_classes = (random.Random(f"{seed} {part}") for part in parts)
+    if lengths is None:
+        chosen = TRACES[trace]
+        drawn = list(zip(chosen.prompt.draw(for_prompts, count), chosen.output.draw(for_outputs, count), strict=True))
+    else:
+        drawn = for_prompts.choices(lengths, k=count)
     arrivals, at_s = [], 0.0
-    for prompt, output in zip(
-        chosen.prompt.draw(for_prompts, count), chosen.output.draw(for_outputs, count), strict=True
-    ):
+    for prompt, output in drawn:
         at_s += for_gaps.gammavariate(1 / cv**2, cv**2) / rate_rps
-        priority = int(for_classes.random() < high_priority_share)
+        luck = for_classes.random()
+        priority = 1 if luck < high_priority_share else 2 if luck < high_priority_share + highest_priority_share else 0
         arrivals.append(Arrival(at_s, prompt, output, priority))
     return arrivals
+
+
+def read_lengths(path: Path) -> list[tuple[int, int]]:
+    """Rows of ``input_tokens,output_tokens``."""
+    with path.open(newline="") as file:
+        return [(int(row["input_tokens"]), max(1, int(row["output_tokens"]))) for row in csv.DictReader(file)]
 
 
 def read_trace(path: Path, *, speed: float = 1.0, count: int | None = None) -> list[Arrival]:

@@ -15,7 +15,7 @@ from tests.test_config import GOOD
 
 LEAVES = (
     *("serve", "status", "instances list", "instances undrain", "instances add", "instances remove"),
-    *("requests list", "requests show", "requests cancel", "migrate", "drain", "keys new", "simulate"),
+    *("requests list", "requests show", "requests cancel", "migrate", "drain", "keys new", "profile", "simulate"),
 )
 HEAVY = ("uvicorn", "redis", "fastapi", "httpx", "rich", "asyncio")
 IMPORTED = f"""
