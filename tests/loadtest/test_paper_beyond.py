@@ -64,7 +64,7 @@ def test_fragmentation_is_told_over_time(rows: list[Row]) -> None:
 
 
 def test_a_variant_changes_one_thing() -> None:
-    job = Job("headroom", "S-S", "", 60.0, 1.0, "kvferry", 1, requests=200, high_priority_share=0.3, instances=2)
+    job = Job("headroom", "M-M", "", 15.0, 1.0, "kvferry", 1, requests=200, high_priority_share=0.3, instances=2)
     usual = run(job)
     assert usual == run(dataclasses.replace(job, variant="")) | {"variant": ""}
     for variant in ("one crash", "reports lost, 30 %", "target load 400 tokens", "threshold 160 steps"):
