@@ -35,7 +35,7 @@ PAPERS_GAINS = {
 ORDER = ("round-robin", "llumnix", "late-binding", "kvferry")
 LOADS = {
     "T": "Load T: INFaaS++'s P99 prefill is the paper's at its highest rates",
-    "M": "Load M: INFaaS++'s P99 prefill is a tenth of that, before the knee",
+    "M": "Load M: 0.96 to 1.10 times the paper's highest rates, before the knee",
     "policy.md": "The factors at which a first simulation had T: 1.00 to 1.25 times the paper's highest rates",
     "paper": "The paper's highest rates",
 }
