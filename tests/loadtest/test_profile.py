@@ -127,7 +127,8 @@ async def test_the_command_measures_over_http_and_the_simulator_takes_what_it_wr
     for tokens, ms in measured["prefills"]:
         assert ms >= known.step_ms([(0, tokens)], 0, 0)
     for requests, kv_tokens, ms in measured["decodes"]:
-        assert ms >= 0.95 * known.step_ms([], requests, kv_tokens)  # What came at once is counted from its last token.
+        # What came at once is counted from its last token, and a fake that is late makes up for it.
+        assert ms >= 0.8 * known.step_ms([], requests, kv_tokens)
     assert main(["simulate", "--trace", "S-S", "--requests", "5", "--rate", "1", "--profile", str(path)]) == 0
 
 

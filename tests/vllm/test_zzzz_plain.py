@@ -82,7 +82,7 @@ async def test_a_server_without_the_plugin_is_served_and_shown_as_such(plain: Cl
     assert reply.text == whole.choices[0].message.content
     assert reply.done == 1
     async with asyncio.timeout(30):  # What its metrics say is read now and then.
-        while any(one["load"]["requests_running"] for one in await instances(plain)):
+        while any(one["load"] is None or one["load"]["requests_running"] for one in await instances(plain)):
             await asyncio.sleep(0.1)
     shown = await instances(plain)
     assert len(shown) == 2
