@@ -32,7 +32,7 @@ def test_the_page_lists_every_command_and_every_exit_status() -> None:
 async def test_every_command_of_the_page_runs_as_printed(
     start_gateway: StartGateway, kvferry: Kvferry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But ``serve`` only checks its settings, and a watch is test_status.py's."""
+    """But ``serve`` only checks its settings; a watch is test_status.py's, and a measurement test_profile.py's."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "admin.key").write_text(f"{ADMIN_KEY}\n")
     (tmp_path / "kvferry.toml").write_text(f"secret = '{SECRET}'\ninstances = ['http://a']\n")
@@ -49,6 +49,8 @@ async def test_every_command_of_the_page_runs_as_printed(
                 arguments = [stand_for.get(one, one) for one in shlex.split(line)[1:]]
                 if arguments[0] == "serve" and "--check" not in arguments:
                     arguments.append("--check")
+                if arguments[0] == "profile":
+                    arguments.append("--help")
                 ran = await kvferry(*arguments, url=running.url)
                 assert (line, ran.status) == (line, 0), ran
 
