@@ -287,7 +287,10 @@ def _settings(values: Mapping[str, str]) -> Settings:
     )
     settings = _with_numbers(settings, values)
     if settings.policy is Policy.LLUMNIX:
-        settings = dataclasses.replace(settings, picking=PAPERS.picking, moves_at_once=PAPERS.moves_at_once)
+        migration = dataclasses.replace(settings.migration, guards_destination=False)
+        settings = dataclasses.replace(
+            settings, migration=migration, picking=PAPERS.picking, moves_at_once=PAPERS.moves_at_once
+        )
     _check(settings)
     return settings
 

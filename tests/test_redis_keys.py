@@ -78,10 +78,12 @@ async def test_what_stands_in_redis_is_named_there_and_lives_no_longer_than_is_s
     own_redis: RedisServer, start_gateway: StartGateway
 ) -> None:
     seen: set[str] = set()
+    enough = asyncio.Event()
 
     async def watch(client: redis.Redis) -> None:
-        """Time after time, since much of it is there for a moment only."""
-        while True:
+        """Time after time, since much of it is there for a moment only. It is not cancelled: the client of Redis may
+        swallow that."""
+        while not enough.is_set():
             async for key in client.scan_iter(count=1000):
                 name, life_ms = life_of(key)
                 left_ms = await client.pttl(key)
@@ -123,7 +125,8 @@ async def test_what_stands_in_redis_is_named_there_and_lives_no_longer_than_is_s
             return expected <= seen
 
         await until_true(all_seen, 2)
-        watching.cancel()
+        enough.set()
+        await watching
         for task in tasks:
             task.cancel()
-        await asyncio.wait({watching, *tasks})
+        await asyncio.wait(tasks)
