@@ -271,7 +271,7 @@ async def test_what_was_removed_while_redis_was_out_of_reach_is_removed_when_it_
         start_gateway(a, redis_url=f"redis://127.0.0.1:{proxy.port}/0") as behind,
     ):
         await add(other, b.url)
-        await until(lambda: known(behind) == {"a", "b"})
+        await until(lambda: known(behind) == known(other) == {"a", "b"})
         proxy.refusing = True
         proxy.cut()
         failures = behind.gateway.store.failures
