@@ -164,7 +164,7 @@ class Routes:
         call = Call(incoming.request_id, incoming.endpoint.path, body.upstream, _forwarded(headers))
         self._note(incoming, body.model, body.stream)
         async with self._admission.admitted(incoming.key, incoming.request_id, body.asked, incoming.reply):
-            await _while_connected(self._server.serve(call, body, incoming.reply), incoming.receive)
+            await while_connected(self._server.serve(call, body, incoming.reply), incoming.receive)
 
     async def _forward(self, incoming: Incoming) -> None:
         headers, endpoint = incoming.headers, incoming.endpoint
@@ -231,7 +231,7 @@ class Routes:
 
     async def _pass(self, incoming: Incoming, forward: Forward) -> None:
         self._note(incoming, forward.model, forward.stream)
-        await _while_connected(self._forwarder.forward(forward, incoming.reply), incoming.receive)
+        await while_connected(self._forwarder.forward(forward, incoming.reply), incoming.receive)
 
     def _note(self, incoming: Incoming, model: str | None, stream: bool) -> None:
         incoming.visit.names(model, self._members)
@@ -280,8 +280,9 @@ class Routes:
             raise BodyTimeout(f"The request body took more than {self._limits.body_s:g} s.") from error
 
 
-async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
-    """Runs ``work``, and cancels it when the client goes: before the first byte, between two, at any time."""
+async def while_connected(work: Awaitable[None], receive: Receive) -> None:
+    """Runs ``work``, and cancels it when the client goes: before the first byte, between two, at any time. Raises
+    :class:`ClientGone` then."""
     try:
         async with asyncio.timeout(None) as connected:
             watching = asyncio.create_task(_end_when_gone(connected, receive))

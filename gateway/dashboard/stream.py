@@ -7,6 +7,7 @@ and for at most a small share of the time. A reader who is slow misses what came
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 from gateway.counters import Counters
 from gateway.errors import GatewayError, MethodNotAllowed, Overloaded, ShuttingDown
-from gateway.routes import Receive, Scope
+from gateway.routes import ClientGone, Receive, Scope, while_connected
 from gateway.serving.reply import Reply, Send
 from gateway.telemetry import cancel_all, run_forever
 
@@ -70,7 +71,8 @@ class Events:
             return
         self._enter()
         try:
-            await _while_connected(self._show(reply), receive)
+            with contextlib.suppress(ClientGone):
+                await while_connected(self._show(reply), receive)
         finally:
             self._leave()
 
@@ -137,21 +139,3 @@ class Events:
             except TimeoutError:
                 await reply.write(b": nothing new\n\n")
         await reply.end()
-
-
-async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
-    """Ends with the work, or with the connection, whichever comes first."""
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watching.cancel()
-        working.cancel()
-        await asyncio.wait({working})
-    if not working.cancelled():
-        working.result()
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
